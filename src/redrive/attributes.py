@@ -22,6 +22,9 @@ class Attribute(Struct, frozen=True):
     where: str
     path: str = ""
 
+    def __str__(self) -> str:
+        return f"{self.where}:{self.path}" if self.path else self.where
+
 
 def parse(name: str, spec: str) -> Attribute:
     """`body:order.id`, `header:x-type`, `key` or `const:eu`."""
@@ -93,4 +96,5 @@ def _as_text(value: Any) -> str | None:
             text = msgspec.json.encode(value).decode()
         except (RecursionError, ValueError, TypeError):
             return None
-    return text[:VALUE_LIMIT].encode("utf-8", "replace").decode()
+    # A lone surrogate is not UTF-8 and a NUL ends a text in some stores; neither may keep a letter from being filed.
+    return text[:VALUE_LIMIT].encode("utf-8", "replace").decode().replace("\0", "?")

@@ -146,4 +146,4 @@ def _verifies(message: Message, name: str, value: bytes, keyring: Keyring) -> bo
 
 def _signed_parts(name: str, value: bytes, destination: str, body: bytes | None) -> list[bytes | None]:
     sha = None if body is None else hashlib.sha256(body).digest()
-    return [name.encode(), value, destination.encode("utf-8", "surrogateescape"), sha]
+    return [name.encode(), value, destination.encode("utf-8", "surrogatepass"), sha]

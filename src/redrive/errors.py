@@ -19,6 +19,10 @@ class ConfigError(RedriveError):
         name = f"{key}: " if key else ""
         super().__init__(f"{place}{name}{problem}" + (f"\n  fix: {fix}" if fix else ""))
 
+    def at(self, where: str) -> ConfigError:
+        """The same error, naming this place where it names none."""
+        return self if self.where else ConfigError(self.problem, key=self.key, where=where, fix=self.fix)
+
 
 class MissingExtra(ConfigError):
     """A backend's client library is not installed."""
@@ -52,6 +56,14 @@ class BlobsUnavailable(RedriveError):
         super().__init__(f"blob storage {place} is unavailable" + (f": {why}" if why else ""))
 
 
+class AttemptsUnavailable(RedriveError):
+    """The record of runs and crashes could not be read or written. Nothing was counted."""
+
+    def __init__(self, name: str, why: object = "") -> None:
+        self.name, self.why = name, str(why)
+        super().__init__(f"attempts {name} are unavailable" + (f": {why}" if why else ""))
+
+
 class SpoolFailed(RedriveError):
     """The local spool could not make a letter durable."""
 
@@ -76,6 +88,22 @@ class SchemaMismatch(RedriveError):
         super().__init__(f"{place} has schema version {found}, this redrive knows {known}: upgrade redrive to open it")
 
 
+class BadRequest(RedriveError, ValueError):
+    """What was asked can never be done as it stands: a foreign cursor, a move no letter may make."""
+
+    def __init__(self, problem: str) -> None:
+        self.problem = problem
+        super().__init__(problem)
+
+
+class BadParameter(BadRequest):
+    """One named part of what was asked cannot be understood."""
+
+    def __init__(self, parameter: str, problem: str) -> None:
+        self.parameter = parameter
+        super().__init__(f"{parameter}: {problem}")
+
+
 class LetterNotFound(RedriveError):
     def __init__(self, letter_id: str) -> None:
         self.letter_id = letter_id
@@ -88,6 +116,36 @@ class StateConflict(RedriveError):
     def __init__(self, letter_id: str, *, expected: str, actual: str) -> None:
         self.letter_id, self.expected, self.actual = letter_id, expected, actual
         super().__init__(f"letter {letter_id} is {actual}, not {expected}")
+
+
+class BodyWithheld(RedriveError):
+    """Something of this letter is masked, and raw bytes cannot be."""
+
+    def __init__(self, letter_id: str) -> None:
+        self.letter_id = letter_id
+        super().__init__(f"letter {letter_id} has masked fields, so its raw body is not handed out")
+
+
+class BodyMissing(RedriveError):
+    """The body is kept elsewhere, and it is not to be had from there."""
+
+    def __init__(self, letter_id: str, where: str) -> None:
+        self.letter_id, self.where = letter_id, where
+        super().__init__(f"the body of letter {letter_id} is {where}")
+
+
+class JobNotFound(RedriveError):
+    def __init__(self, job_id: str) -> None:
+        self.job_id = job_id
+        super().__init__(f"there is no replay {job_id}")
+
+
+class JobConflict(RedriveError):
+    """A replay is not in the state the move needs."""
+
+    def __init__(self, job_id: str, *, expected: str, actual: str) -> None:
+        self.job_id, self.expected, self.actual = job_id, expected, actual
+        super().__init__(f"replay {job_id} is {actual}, not {expected}")
 
 
 class LeaseConflict(RedriveError):
@@ -108,6 +166,14 @@ class HandlerTimeout(RedriveError):
     def __init__(self, handler: str, seconds: float) -> None:
         self.handler, self.seconds = handler, seconds
         super().__init__(f"{handler} ran longer than {seconds:g} s")
+
+
+class HandlerCancelled(RedriveError):
+    """The handler let a cancellation escape that nobody asked for."""
+
+    def __init__(self, handler: str) -> None:
+        self.handler = handler
+        super().__init__(f"{handler} was cancelled from within")
 
 
 class ReportedFailure(RedriveError):

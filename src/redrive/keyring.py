@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import os
 import secrets
 from collections.abc import Sequence
 from pathlib import Path
@@ -55,13 +56,16 @@ def from_file(path: Path) -> bytes:
         draft = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
         if not path.exists():
             draft.touch(mode=0o600)
-            draft.write_text(generate())
+            with draft.open("w") as file:
+                file.write(generate())
+                file.flush()
+                os.fsync(file.fileno())
             try:
                 path.hardlink_to(draft)
             except FileExistsError:
                 pass
             finally:
                 draft.unlink()
-        return path.read_text().strip().encode()
+        return path.read_bytes().strip()
     except OSError as error:
         raise ConfigError(str(error), key="signing_keys", fix=f"make {path} readable and writable") from error

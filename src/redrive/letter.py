@@ -101,7 +101,10 @@ class Claim(Struct, frozen=True):
 
 
 class Letter(Struct, frozen=True):
-    """One death of one message in one consumer group. `hop` is the replay that died, 0 for the original."""
+    """One death of one message in one consumer group. `hop` is the replay that died, 0 for the original.
+
+    `masked` names attributes, `masked_fields` the places they come from; no view shows either.
+    """
 
     id: str
     message: Message
@@ -121,6 +124,7 @@ class Letter(Struct, frozen=True):
     message_type: str = ""
     attributes: dict[str, str] = field(default_factory=dict)
     masked: tuple[str, ...] = ()
+    masked_fields: tuple[str, ...] = ()
     history: tuple[Attempt, ...] = ()
     environment: Environment = Environment()
     hop: int = 0
@@ -173,7 +177,7 @@ def identity(message: Message, group: str, declared: str | None = None) -> str:
     """
     if declared is not None:
         parts = ["declared", message.broker, message.source, declared, group]
-        return digest(p.encode("utf-8", "surrogateescape") for p in parts).hex()[:32]
+        return digest(p.encode("utf-8", "surrogatepass") for p in parts).hex()[:32]
     parts = [
         message.broker,
         message.source,
@@ -183,7 +187,7 @@ def identity(message: Message, group: str, declared: str | None = None) -> str:
         group,
     ]
     content = content_digest(message.key, message.body, message.headers)
-    return digest([*(p.encode("utf-8", "surrogateescape") for p in parts), content]).hex()[:32]
+    return digest([*(p.encode("utf-8", "surrogatepass") for p in parts), content]).hex()[:32]
 
 
 def remember(history: tuple[Attempt, ...], attempt: Attempt) -> tuple[Attempt, ...]:

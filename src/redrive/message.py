@@ -80,5 +80,5 @@ def digest(parts: Iterable[bytes | None]) -> bytes:
 def content_digest(key: bytes | None, body: bytes | None, headers: Headers) -> bytes:
     parts: list[bytes | None] = [key, body]
     for name, value in headers:
-        parts += [name.encode("utf-8", "surrogateescape"), value]
+        parts += [name.encode("utf-8", "surrogatepass"), value]
     return digest(parts)

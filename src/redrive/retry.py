@@ -14,6 +14,8 @@ from redrive.errors import ConfigError
 from redrive.letter import Failure, Kind, Reason
 
 DEFAULT_ATTEMPTS = 3
+LONGEST_DELAY = 10.0**9
+"""Seconds. Beyond this a date no longer fits where dates are kept."""
 _GIVE_UP = {
     Kind.PERMANENT: Reason.PERMANENT,
     Kind.CRITICAL: Reason.CRITICAL,
@@ -42,8 +44,7 @@ class Backoff(Struct, frozen=True):
     def delay(self, run: int, rng: Random | None = None) -> float:
         """The delay after this failed run; jitter shortens it by at most that share, so a cap stays a cap."""
         whole = self._whole(run)
-        if self.cap is not None:
-            whole = min(whole, self.cap)
+        whole = min(whole, LONGEST_DELAY if self.cap is None else self.cap)
         return whole * (1 - self.jitter * rng.random()) if rng and self.jitter else whole
 
     def _whole(self, run: int) -> float:
@@ -55,7 +56,13 @@ class Backoff(Struct, frozen=True):
             case "list":
                 return self.delays[min(run, len(self.delays)) - 1]
             case "exponential":
-                return self.base * float(self.factor) ** min(run - 1, 64)
+                return self._power(run - 1)
+
+    def _power(self, exponent: int) -> float:
+        try:
+            return self.base * float(self.factor) ** exponent
+        except OverflowError:
+            return LONGEST_DELAY if self.base else 0.0
 
     def longest(self, runs: int) -> float:
         return max((self.delay(run) for run in range(1, max(runs, 2))), default=0.0)
@@ -80,7 +87,7 @@ def delays(seconds: Sequence[float], *, jitter: float = 0.0) -> Backoff:
 
 def _checked(backoff: Backoff) -> Backoff:
     numbers = [backoff.base, backoff.factor, backoff.cap or 0.0, *backoff.delays]
-    if not all(0 <= n < 10**9 for n in numbers):
+    if not all(0 <= n < LONGEST_DELAY for n in numbers):
         raise ConfigError("delays must be finite and not negative", key="backoff", fix="use seconds of 0 or more")
     if backoff.shape == "list" and not backoff.delays:
         raise ConfigError("the list of delays is empty", key="backoff", fix="give at least one delay, e.g. [1, 2, 4]")
@@ -103,7 +110,7 @@ class Policy(Struct, frozen=True):
                 key="attempts",
                 fix="1 runs once and never retries",
             )
-        if self.budget is not None and self.budget <= 0:
+        if self.budget is not None and not self.budget > 0:
             raise ConfigError(
                 "the time budget is not positive", key="budget", fix="give seconds above 0, or leave it out"
             )
@@ -129,7 +136,8 @@ def decide(
     if run >= policy.attempts:
         return GiveUp(Reason.MAX_RETRIES_EXCEEDED)
     asked = failure.retry_after
-    delay = round((policy.backoff.delay(run, rng) if asked is None else max(asked, 0.0)) * 1000)
+    wait = policy.backoff.delay(run, rng) if asked is None else min(max(asked, 0.0), LONGEST_DELAY)
+    delay = round(wait * 1000)
     if policy.budget is not None and now + delay - first_at > policy.budget * 1000:
         return GiveUp(Reason.TIME_BUDGET_EXCEEDED)
     return RetryAt(now + delay, delay)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,8 +21,11 @@ MEMORY = ":memory:"
 class Database:
     """Runs functions on the connection, one at a time, off the event loop. Errors come out as sqlite3.Error."""
 
-    def __init__(self, path: str, migrations: Sequence[str]) -> None:
+    def __init__(self, path: str, migrations: Sequence[str], *, part: str = "", page_size: int = 4096) -> None:
+        """A named part keeps a schema version of its own, so that it can share the file with others."""
+        self._page_size = page_size
         self.path = path
+        self._part = part
         self._migrations = migrations
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="redrive-sqlite")
         self._connection: sqlite3.Connection | None = None
@@ -59,7 +63,8 @@ class Database:
             Path(self.path).parent.mkdir(parents=True, exist_ok=True)
         connection = sqlite3.connect(self.path, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False)
         try:
-            connection.execute("PRAGMA journal_mode = WAL")
+            connection.execute(f"PRAGMA page_size = {self._page_size:d}")  # of a new file; a file keeps what it has
+            _use_wal(connection)
             connection.execute("PRAGMA synchronous = FULL")
             connection.execute("PRAGMA foreign_keys = ON")
             self._connection = connection
@@ -77,17 +82,31 @@ class Database:
             for number in range(self._version(connection), len(self._migrations)):
                 for statement in _statements(self._migrations[number]):
                     connection.execute(statement)
-                connection.execute(f"PRAGMA user_version = {number + 1}")
+                self._set_version(connection, number + 1)
             connection.execute("COMMIT")
         except BaseException:
-            connection.execute("ROLLBACK")
+            if connection.in_transaction:  # a full disk has rolled back already
+                connection.execute("ROLLBACK")
             raise
 
     def _version(self, connection: sqlite3.Connection) -> int:
-        found = int(connection.execute("PRAGMA user_version").fetchone()[0])
+        found = self._found_version(connection)
         if found > len(self._migrations):
             raise SchemaMismatch(self.path, found, len(self._migrations))
         return found
+
+    def _found_version(self, connection: sqlite3.Connection) -> int:
+        if not self._part:
+            return int(connection.execute("PRAGMA user_version").fetchone()[0])
+        connection.execute("CREATE TABLE IF NOT EXISTS redrive_parts (name TEXT PRIMARY KEY, version INTEGER NOT NULL)")
+        row = connection.execute("SELECT version FROM redrive_parts WHERE name = ?", (self._part,)).fetchone()
+        return int(row[0]) if row else 0
+
+    def _set_version(self, connection: sqlite3.Connection, version: int) -> None:
+        if self._part:
+            connection.execute("INSERT OR REPLACE INTO redrive_parts VALUES (?, ?)", (self._part, version))
+        else:
+            connection.execute(f"PRAGMA user_version = {version}")
 
     def _in_transaction(self, work: Work[T]) -> T:
         connection = self._live()
@@ -105,6 +124,20 @@ class Database:
         if self._connection is not None:
             self._connection.close()
             self._connection = None
+
+
+def _use_wal(connection: sqlite3.Connection) -> None:
+    """SQLite does not wait for its lock when two processes switch a new file at once, so we do."""
+    deadline = time.monotonic() + BUSY_SECONDS
+    while True:
+        try:
+            connection.execute("PRAGMA journal_mode = WAL")
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > deadline:
+                raise
+            time.sleep(0.01)
+        else:
+            return
 
 
 def _statements(script: str) -> list[str]:

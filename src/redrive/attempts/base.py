@@ -25,6 +25,8 @@ class Span(Struct, frozen=True):
 
 
 class Attempts(Protocol):
+    async def open(self) -> None: ...
+
     async def open_spans(self, source: str, group: str, partition: int) -> list[Span]:
         """Every span of this lane that nobody finished, whoever started it."""
         ...

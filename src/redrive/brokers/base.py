@@ -52,7 +52,7 @@ Event = Batch | Assigned | Revoked
 
 
 class Subscription(Struct, frozen=True):
-    """Names or glob patterns of sources; `exclude` patterns win. `batch` bounds one batch, `in_flight` all unsettled."""
+    """Names or globs of sources; `exclude` globs win. `batch` bounds one batch, `in_flight` all unsettled."""
 
     sources: tuple[str, ...]
     group: str
@@ -155,6 +155,7 @@ class Abilities(Struct, frozen=True):
     retains_settled: bool
     durable: bool
     max_message_bytes: int | None = None
+    lease_seconds: float | None = None
 
 
 class Broker(Protocol):

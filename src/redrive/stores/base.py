@@ -144,7 +144,7 @@ class Recorded(Struct, frozen=True):
 
 
 class Report(Struct, frozen=True):
-    """What a runtime tells the office. `serial` grows by one for each report of one runtime: a second copy is ignored."""
+    """What a runtime tells the office. `serial` counts one runtime's reports, so that a second copy is ignored."""
 
     runtime: str
     serial: int

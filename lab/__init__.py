@@ -1,0 +1,1 @@
+"""The lab starts the real servers that tests, benchmarks and demos use."""

@@ -1,0 +1,96 @@
+"""Decides when a source must pause because its dependency is down. Pure: outcomes and times in, a state out."""
+
+from __future__ import annotations
+
+from collections import deque
+from enum import StrEnum
+
+from msgspec import Struct
+
+from redrive.clock import Millis
+from redrive.errors import ConfigError
+from redrive.letter import Kind
+
+COUNTED = frozenset({Kind.TRANSIENT, Kind.TIMEOUT})
+
+
+class BreakerState(StrEnum):
+    CLOSED = "closed"
+    OPEN = "open"
+    PROBING = "probing"
+
+
+class BreakerPolicy(Struct, frozen=True):
+    """`failures` distinct messages failing, and at least `ratio` of the last `window` runs, open the breaker.
+
+    It lets one message through after `cooldown` seconds, twice as long after each probe that fails, up to
+    `longest_cooldown`. Only the kinds in `counted` count: a bug in a message is no outage.
+    """
+
+    failures: int = 10
+    window: int = 20
+    ratio: float = 0.5
+    cooldown: float = 1.0
+    longest_cooldown: float = 60.0
+    counted: frozenset[Kind] = COUNTED
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.failures <= self.window:
+            raise ConfigError(
+                f"{self.failures} failures never fit a window of {self.window} runs",
+                key="breaker.failures",
+                fix="use 1 up to the window",
+            )
+        if not 0 < self.ratio <= 1:
+            raise ConfigError("the ratio is a share of runs", key="breaker.ratio", fix="use above 0, up to 1")
+
+
+class Breaker:
+    """One source's breaker. Ask `state` before a run, tell it how the run ended."""
+
+    def __init__(self, policy: BreakerPolicy) -> None:
+        self._policy = policy
+        self._recent: deque[str | None] = deque(maxlen=policy.window)
+        self._opened_at: Millis | None = None
+        self._cooldown = policy.cooldown
+
+    def state(self, now: Millis) -> BreakerState:
+        if self._opened_at is None:
+            return BreakerState.CLOSED
+        return BreakerState.OPEN if now < self.probe_at else BreakerState.PROBING
+
+    @property
+    def probe_at(self) -> Millis:
+        """When the next probe may run; meaningless while closed."""
+        return (self._opened_at or 0) + round(self._cooldown * 1000)
+
+    def succeeded(self, now: Millis) -> bool:
+        """A run went well; True when that closes the breaker. One already under way when it opened does not."""
+        if self.state(now) is BreakerState.PROBING:
+            self._recent.clear()
+            self._opened_at, self._cooldown = None, self._policy.cooldown
+            return True
+        if self._opened_at is None:
+            self._recent.append(None)
+        return False
+
+    def failed(self, message: str, kind: Kind, now: Millis) -> bool:
+        """A run failed; True when that opens the breaker, or keeps it open after a probe."""
+        if kind not in self._policy.counted:
+            return False
+        if self.state(now) is BreakerState.PROBING:
+            self._opened_at = now
+            self._cooldown = min(self._cooldown * 2, self._policy.longest_cooldown)
+            return True
+        if self._opened_at is not None:
+            return False
+        self._recent.append(message)
+        bad = [one for one in self._recent if one is not None]
+        if len(set(bad)) >= self._policy.failures and len(bad) >= self._policy.ratio * len(self._recent):
+            self._opened_at = now
+            return True
+        return False
+
+    def excuses(self, kind: Kind) -> bool:
+        """Whether a failure of this kind now is the outage's fault, so that it must not cost its message a run."""
+        return self._opened_at is not None and kind in self._policy.counted

@@ -1,0 +1,144 @@
+"""Slots: long-lived tasks that await handlers directly, under one watchdog that enforces their deadlines."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from time import perf_counter
+from typing import Any
+
+from redrive.errors import HandlerCancelled, HandlerTimeout
+from redrive.handlers import Answer, Failed, Handler
+from redrive.message import Message
+from redrive.runtime.engine import cancel_all
+
+WATCH_SECONDS = 0.05
+YIELD_EVERY = 64
+
+
+class Slot:
+    """One place to run a handler. The watchdog reads its deadline; `lost` means its thread cannot be stopped."""
+
+    __slots__ = ("busy", "deadline", "lost", "task", "timed_out")
+
+    def __init__(self) -> None:
+        self.task: asyncio.Task[None] | None = None
+        self.deadline = 0.0
+        self.timed_out = False
+        self.lost = False
+        self.busy = False
+
+    def taken_back(self) -> None:
+        """Undo the watchdog's cancellation, so that the slot lives on."""
+        self.deadline, self.timed_out = 0.0, False
+        if self.task is not None:
+            self.task.uncancel()
+
+
+class Slots:
+    """Runs `work(slot)` in `size` slots for as long as `work` has something to do."""
+
+    def __init__(self, handler: Handler, size: int, timeout: float | None, on_lost: Callable[[int], None]) -> None:
+        self._handler, self._timeout, self._on_lost = handler, timeout, on_lost
+        self._slots = [Slot() for _ in range(size)]
+        self._threads = None if handler.is_async else ThreadPoolExecutor(size, "redrive-handler")
+        self._watchdog: asyncio.Task[None] | None = None
+
+    def start(
+        self, work: Callable[[Slot], Awaitable[None]], ready: Callable[[], bool], wake: asyncio.Event
+    ) -> list[asyncio.Task[None]]:
+        for slot in self._slots:
+            slot.task = asyncio.create_task(self._serve(slot, work, ready, wake))
+        self._watchdog = asyncio.create_task(self._watch())
+        return [self._watchdog, *(slot.task for slot in self._slots if slot.task)]
+
+    async def stop(self) -> None:
+        """Cancel what still runs; a thread that hangs is left behind."""
+        tasks = [slot.task for slot in self._slots if slot.task is not None]
+        await cancel_all([*tasks, *([self._watchdog] if self._watchdog else [])])
+        if self._threads is not None:
+            self._threads.shutdown(wait=False, cancel_futures=True)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a handler runs that can still be waited for."""
+        return any(slot.busy and not slot.lost for slot in self._slots)
+
+    async def call(self, slot: Slot, message: Message) -> Answer:
+        """Run the handler on one message; whatever happens comes back as an answer."""
+        try:
+            return self._handler.answer(await self._invoke(slot, self._handler.arguments(message)))
+        except (asyncio.CancelledError, KeyboardInterrupt):
+            raise
+        except BaseException as error:  # noqa: BLE001 - whatever a handler raises is its answer
+            return Failed(error)
+
+    async def call_batch(self, slot: Slot, rows: list[tuple[Any, ...]]) -> list[Answer]:
+        """Run a batch handler once; one answer for each row."""
+        columns = tuple(list(column) for column in zip(*rows, strict=True))
+        try:
+            return self._handler.answers(await self._invoke(slot, columns), len(rows))
+        except (asyncio.CancelledError, KeyboardInterrupt):
+            raise
+        except BaseException as error:  # noqa: BLE001 - whatever a handler raises is its answer
+            return [Failed(error)] * len(rows)
+
+    async def _serve(
+        self, slot: Slot, work: Callable[[Slot], Awaitable[None]], ready: Callable[[], bool], wake: asyncio.Event
+    ) -> None:
+        runs = 0
+        while True:
+            while not ready():
+                wake.clear()
+                await wake.wait()
+            slot.busy = True
+            try:
+                await work(slot)
+            finally:
+                slot.busy = False
+            runs += 1
+            if runs % YIELD_EVERY == 0:  # a handler that never waits must not starve heartbeats
+                await asyncio.sleep(0)
+
+    async def _invoke(self, slot: Slot, arguments: tuple[Any, ...]) -> Any:
+        slot.deadline = perf_counter() + self._timeout if self._timeout else 0.0
+        try:
+            if self._threads is None:
+                return await self._handler.call(*arguments)
+            return await self._in_thread(slot, self._threads, arguments)
+        except asyncio.CancelledError as error:
+            if slot.timed_out:
+                raise HandlerTimeout(self._handler.name, self._timeout or 0.0) from error
+            if slot.task is not None and slot.task.cancelling():
+                raise
+            raise HandlerCancelled(self._handler.name) from error
+        finally:
+            slot.deadline = 0.0
+            if slot.timed_out:
+                slot.taken_back()
+
+    async def _in_thread(self, slot: Slot, threads: ThreadPoolExecutor, arguments: tuple[Any, ...]) -> Any:
+        """A thread cannot be stopped: past its limit its slot is lost until it ends, and its true end counts."""
+        running = asyncio.get_running_loop().run_in_executor(threads, self._handler.call, *arguments)
+        try:
+            return await asyncio.shield(running)
+        except asyncio.CancelledError:
+            if not slot.timed_out or running.done():
+                raise
+        slot.taken_back()
+        slot.lost = True
+        self._on_lost(sum(slot.lost for slot in self._slots))
+        try:
+            return await running
+        finally:
+            slot.lost = False
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(min(WATCH_SECONDS, (self._timeout or 1.0) / 4))
+            now = perf_counter()
+            for slot in self._slots:
+                if slot.deadline and now > slot.deadline and not slot.timed_out and slot.task is not None:
+                    slot.timed_out = True
+                    slot.task.cancel()

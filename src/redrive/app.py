@@ -35,7 +35,7 @@ from redrive.office import Notify, Office
 from redrive.query import Filter
 from redrive.replayer import Replayer
 from redrive.retry import Backoff, Mode
-from redrive.runtime import Engine, Worker
+from redrive.runtime import Engine, Gate, Worker
 from redrive.stores.base import Job, Page, Statistics, Store
 from redrive.views import LetterView
 from redrive.wiring import build
@@ -226,7 +226,7 @@ class Redrive:
         parts = self.parts
         return Engine(
             parts.broker, self.office, parts.attempts, reporter, self.metrics,
-            parts.keyring, self.clock, self.environment, self._rng,
+            parts.keyring, self.clock, self.environment, self._rng, Gate(),
         )  # fmt: skip
 
     def _unique_name(self) -> str:

@@ -24,7 +24,8 @@ class BreakerPolicy(Struct, frozen=True):
     """`failures` distinct messages failing, and at least `ratio` of the last `window` runs, open the breaker.
 
     It lets one message through after `cooldown` seconds, twice as long after each probe that fails, up to
-    `longest_cooldown`. Only the kinds in `counted` count: a bug in a message is no outage.
+    `longest_cooldown`. `dead_ratio` of the last `dead_window` messages becoming letters opens it too: that is a
+    deploy gone wrong. Only the kinds in `counted` count: a bug in a message is no outage.
     """
 
     failures: int = 10
@@ -32,6 +33,8 @@ class BreakerPolicy(Struct, frozen=True):
     ratio: float = 0.5
     cooldown: float = 1.0
     longest_cooldown: float = 60.0
+    dead_ratio: float = 0.5
+    dead_window: int = 100
     counted: frozenset[Kind] = COUNTED
 
     def __post_init__(self) -> None:
@@ -41,8 +44,9 @@ class BreakerPolicy(Struct, frozen=True):
                 key="breaker.failures",
                 fix="use 1 up to the window",
             )
-        if not 0 < self.ratio <= 1:
-            raise ConfigError("the ratio is a share of runs", key="breaker.ratio", fix="use above 0, up to 1")
+        for name in ("ratio", "dead_ratio"):
+            if not 0 < getattr(self, name) <= 1:
+                raise ConfigError("a ratio is a share", key=f"breaker.{name}", fix="use above 0, up to 1")
 
 
 class Breaker:
@@ -51,6 +55,7 @@ class Breaker:
     def __init__(self, policy: BreakerPolicy) -> None:
         self._policy = policy
         self._recent: deque[str | None] = deque(maxlen=policy.window)
+        self._ends: deque[bool] = deque(maxlen=policy.dead_window)
         self._opened_at: Millis | None = None
         self._cooldown = policy.cooldown
 
@@ -68,10 +73,12 @@ class Breaker:
         """A run went well; True when that closes the breaker. One already under way when it opened does not."""
         if self.state(now) is BreakerState.PROBING:
             self._recent.clear()
+            self._ends.clear()
             self._opened_at, self._cooldown = None, self._policy.cooldown
             return True
         if self._opened_at is None:
             self._recent.append(None)
+            self._ends.append(False)
         return False
 
     def failed(self, message: str, kind: Kind, now: Millis) -> bool:
@@ -87,6 +94,16 @@ class Breaker:
         self._recent.append(message)
         bad = [one for one in self._recent if one is not None]
         if len(set(bad)) >= self._policy.failures and len(bad) >= self._policy.ratio * len(self._recent):
+            self._opened_at = now
+            return True
+        return False
+
+    def died(self, kind: Kind, now: Millis) -> bool:
+        """A message became a letter; True when there are too many of them."""
+        if kind not in self._policy.counted or self._opened_at is not None:
+            return False
+        self._ends.append(True)
+        if len(self._ends) == self._policy.dead_window and sum(self._ends) >= self._policy.dead_ratio * len(self._ends):
             self._opened_at = now
             return True
         return False

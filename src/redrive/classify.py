@@ -12,7 +12,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from redrive.errors import DeadLetter, HandlerTimeout, PayloadUnreadable, Retry
+from redrive.errors import DeadLetter, HandlerTimeout, PayloadUnreadable, ProcessDied, Retry
 from redrive.letter import Failure, Kind
 from redrive.redact import clip, scrub, scrub_and_clip
 
@@ -69,6 +69,8 @@ def _kind_alone(error: BaseException, own_rules: tuple[Rule, ...]) -> Kind | Non
         return Kind.UNREADABLE
     if isinstance(error, HandlerTimeout):
         return Kind.TIMEOUT
+    if isinstance(error, ProcessDied):
+        return Kind.CRASH
     if isinstance(error, Retry):
         return Kind.TRANSIENT
     for table in (own_rules, DEFAULT_RULES):

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from redrive import attributes, retry
 from redrive.attributes import Attribute
+from redrive.breaker import BreakerPolicy
 from redrive.classify import Rule
 from redrive.clock import Millis
 from redrive.codec import Ticket
@@ -47,6 +48,7 @@ class Consumer(Struct, frozen=True, kw_only=True):
     identity: str | None = None
     masked: tuple[str, ...] = ()
     max_replays: int = 3
+    breaker: BreakerPolicy = BreakerPolicy()
 
     def dead_letter_source(self, source: str) -> str:
         """Where this consumer's dead letters from `source` go."""

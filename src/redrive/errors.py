@@ -176,6 +176,14 @@ class HandlerCancelled(RedriveError):
         super().__init__(f"{handler} was cancelled from within")
 
 
+class ProcessDied(RedriveError):
+    """The process died while this message ran with nothing beside it, more than once."""
+
+    def __init__(self, times: int) -> None:
+        self.times = times
+        super().__init__(f"the process died {times} times while this message ran alone in it")
+
+
 class ReportedFailure(RedriveError):
     """A handler returned a value that `result=` maps to failed."""
 

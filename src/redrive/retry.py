@@ -20,6 +20,7 @@ _GIVE_UP = {
     Kind.PERMANENT: Reason.PERMANENT,
     Kind.CRITICAL: Reason.CRITICAL,
     Kind.UNREADABLE: Reason.UNREADABLE,
+    Kind.CRASH: Reason.CRASH,
 }
 
 

@@ -15,7 +15,7 @@ async def serve(
     app: Redrive, stopping: asyncio.Event, *, host: str, port: int, announce: Callable[[str], None]
 ) -> None:
     """Serve until `stopping`, and say at which address. The first part that fails stops the others."""
-    server = api.server(app.desk(), app.metrics.registry)
+    server = api.make_server(app.desk(), app.metrics.registry)
     with listen(host, port) as listener:
         async with app.opened():
             parts = (app.collector(), app.replayer(), server)

@@ -23,7 +23,9 @@ from redrive.message import Message
 FIRST, SECOND, THIRD = Deck().draw(3)
 ALL = [FIRST, SECOND, THIRD]
 WORKER, KILLED = 101, 102
-CHECK = [sys.executable, "-c", "import sys; from redrive.demo import main; sys.exit(main(check=True))"]
+SHOW = [sys.executable, "-m", "redrive.cli", "demo"]
+CHECK = [*SHOW, "--check"]
+pytestmark = pytest.mark.xdist_group("demo")
 
 
 def ran(one: Produced, outcome: str = HANDLED, *, run: int = 1, pid: int = WORKER) -> list[Entry]:
@@ -55,6 +57,16 @@ def check(home: Path) -> subprocess.CompletedProcess[str]:
 def environment(home: Path) -> dict[str, str]:
     """A shell that is set up for another redrive, which the demo must not touch."""
     return {**os.environ, "TMPDIR": str(home), "REDRIVE_BROKER": "kafka://nobody-home:9092"}
+
+
+def started(command: list[str], home: Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(command, env=environment(home), cwd=home, stdout=subprocess.PIPE, text=True)
+
+
+def read_until(demo: subprocess.Popen[str], text: str) -> str:
+    """The first line that has this text."""
+    assert demo.stdout is not None
+    return next(line for line in demo.stdout if text in line)
 
 
 def processes_that_mention(home: Path) -> list[str]:
@@ -93,10 +105,8 @@ def test_the_check_leaves_nothing_behind(check: subprocess.CompletedProcess[str]
 
 
 def test_the_processes_die_with_a_demo_that_is_killed(tmp_path: Path) -> None:
-    with subprocess.Popen(CHECK, env=environment(tmp_path), cwd=tmp_path, stdout=subprocess.PIPE, text=True) as demo:
-        assert demo.stdout is not None
-        assert "two workers start" in demo.stdout.readline()
-        assert "the office is open" in demo.stdout.readline()
+    with started(CHECK, tmp_path) as demo:
+        read_until(demo, "the office is open")
         assert len(processes_that_mention(tmp_path)) == 3
         demo.kill()
     deadline = time.monotonic() + 10
@@ -106,14 +116,34 @@ def test_the_processes_die_with_a_demo_that_is_killed(tmp_path: Path) -> None:
 
 
 def test_the_check_fails_when_it_is_interrupted_and_stops_what_it_started(tmp_path: Path) -> None:
-    with subprocess.Popen(CHECK, env=environment(tmp_path), cwd=tmp_path, stdout=subprocess.PIPE, text=True) as demo:
-        assert demo.stdout is not None
-        demo.stdout.readline()
+    with started(CHECK, tmp_path) as demo:
+        read_until(demo, "the office is open")
         demo.send_signal(signal.SIGINT)
-        rest = demo.stdout.read()
+        read_until(demo, "it was interrupted")
     assert demo.returncode == 1
-    assert "it was interrupted" in rest
     assert processes_that_mention(tmp_path) == []
+
+
+def test_with_a_person_a_killed_worker_is_replaced_and_control_c_ends_it_well(tmp_path: Path) -> None:
+    with started(SHOW, tmp_path) as demo:
+        victim = re.search(r"kill -9 (\d+)", read_until(demo, "kill -9"))
+        assert victim is not None
+        os.kill(int(victim[1]), signal.SIGKILL)
+        read_until(demo, "worker 2 was killed; worker 3 takes over")
+        demo.send_signal(signal.SIGINT)
+        read_until(demo, "everything is stopped")
+    assert demo.returncode == 0
+    assert processes_that_mention(tmp_path) == []
+
+
+def test_with_a_person_only_a_folder_that_a_demo_made_is_wiped(tmp_path: Path) -> None:
+    precious = tmp_path / "redrive-data" / "demo" / "letters.db"
+    precious.parent.mkdir(parents=True)
+    precious.write_text("not a demo's")
+    refused = subprocess.run(SHOW, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert refused.returncode == 2
+    assert "this folder is not a demo's" in refused.stderr
+    assert precious.read_text() == "not a demo's"
 
 
 def test_a_message_is_accounted_for_when_it_is_handled_or_an_open_letter() -> None:

@@ -220,8 +220,7 @@ async def test_a_body_that_cannot_be_understood_is_refused(
     client: httpx2.AsyncClient, body: Any, parameter: str
 ) -> None:
     answer = await client.post(f"{V1}/replays", json=body)
-    assert answer.status_code == 400
-    assert answer.json()["parameter"].strip("`[.]0") in (parameter.strip("[0]"), "...")
+    assert (answer.status_code, answer.json()["parameter"]) == (400, parameter)
 
 
 @pytest.mark.parametrize("body", [b"{", b"\xff", b"[" * 100_000, b'{"who": "\\ud800"}'])
@@ -243,7 +242,8 @@ async def test_no_page_of_another_site_can_change_anything(client: httpx2.AsyncC
         assert refused.status_code == 415
         assert (await client.request(method, path, headers={"content-type": kind})).status_code == 415
     assert (await client.request(method, path, content=b"{}")).status_code == 415
-    assert (await client.request("GET" if method == "POST" else "PUT", path)).status_code in (404, 405)
+    await client.get(path)
+    assert (await client.get(f"{V1}/audit")).json()["rows"] == []
     own = {"origin": "http://localhost:8400", "sec-fetch-site": "same-origin"}
     assert (await client.request(method, path, headers=own, **json)).status_code in (202, 400, 404)
 
@@ -296,6 +296,17 @@ async def test_nobody_waits_for_ever_for_a_look() -> None:
     transport = httpx2.ASGITransport(Guard(stuck, read_seconds=0.01))
     async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as client:
         assert (await client.get("/")).status_code == 503
+
+
+async def test_a_slow_reader_still_gets_everything() -> None:
+    async def slow(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await asyncio.sleep(0.02)
+        await send({"type": "http.response.body", "body": b"all of it"})
+
+    transport = httpx2.ASGITransport(Guard(slow, read_seconds=0.01))
+    async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        assert (await client.get("/")).content == b"all of it"
 
 
 async def test_a_defect_tells_a_stranger_nothing(app: Redrive, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,7 @@ def create(desk: Desk, registry: CollectorRegistry) -> ASGIApp:
     return build(desk, registry)
 
 
-def server(desk: Desk, registry: CollectorRegistry) -> Server:
+def make_server(desk: Desk, registry: CollectorRegistry) -> Server:
     """The API with the server that runs it; `serve` it on a socket, `stop` it when done."""
     with _extra():
         from redrive.api.server import Server

@@ -15,6 +15,7 @@ from redrive.api.problems import problem
 MAX_BODY = 1 << 20
 READ_SECONDS = 15.0
 _SAFE = ("GET", "HEAD", "OPTIONS")
+_HOST = re.compile(r"(\[(?P<bracketed>[^\[\]]+)\]|(?P<plain>[^:\[\]]+))(:\d{1,5})?")
 _HARDENED = {
     "X-Content-Type-Options": "nosniff",
     "Cache-Control": "no-store",
@@ -44,19 +45,23 @@ class Guard:
                 refusal = problem(413, f"a body may have {MAX_BODY} bytes")
             else:
                 receive = _replayed(body, receive)
-        await (refusal or self._bounded)(scope, receive, hardened)
+        if refusal is not None:
+            await refusal(scope, receive, hardened)
+        elif scope["method"] in _SAFE:
+            await self._look(scope, receive, hardened)
+        else:
+            # A change runs to its end: half-known is worse than late.
+            await self._app(scope, receive, hardened)
 
-    async def _bounded(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Nobody waits long for a look; a change runs to its end, because half-known is worse than late."""
-        if scope["method"] not in _SAFE:
-            await self._app(scope, receive, send)
-            return
+    async def _look(self, scope: Scope, receive: Receive, answer: _Answer) -> None:
+        """Nobody waits long for an answer to begin; a slow reader may take its time."""
         try:
-            async with asyncio.timeout(self._read_seconds):
-                await self._app(scope, receive, send)
+            async with asyncio.timeout(self._read_seconds) as answer.limit:
+                await self._app(scope, receive, answer)
         except TimeoutError:
-            if isinstance(send, _Answer) and not send.started:
-                await problem(503, f"no answer within {self._read_seconds:g} s")(scope, receive, send)
+            if answer.limit is None or not answer.limit.expired():
+                raise
+            await problem(503, f"no answer within {self._read_seconds:g} s")(scope, receive, answer)
 
 
 class _Answer:
@@ -64,11 +69,12 @@ class _Answer:
 
     def __init__(self, send: Send) -> None:
         self._send = send
-        self.started = False
+        self.limit: asyncio.Timeout | None = None
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
-            self.started = True
+            if self.limit is not None and not self.limit.expired():
+                self.limit.reschedule(None)
             headers = MutableHeaders(scope=message)
             for name, value in _HARDENED.items():
                 headers.setdefault(name, value)
@@ -84,9 +90,9 @@ def _wrong_host(headers: Headers) -> Response | None:
 
 
 def _name(host: str) -> str:
-    """The host without its port and without the brackets of IPv6."""
-    name, _, rest = host.removeprefix("[").partition("]") if host.startswith("[") else host.partition(":")
-    return name if re.fullmatch(r":?\d{0,5}", rest) else ""
+    """The host without its port and without the brackets of IPv6; nothing when it is not written like one."""
+    found = _HOST.fullmatch(host)
+    return (found["bracketed"] or found["plain"] or "") if found else ""
 
 
 def _forged(headers: Headers) -> Response | None:

@@ -64,7 +64,7 @@ class EmbeddedBroker:
         self.max_message_bytes, self.retention_seconds = max_message_bytes, retention_seconds
         self.can = Abilities(
             delay_natively=True, order_by_key=True, retains_settled=retention_seconds is None or retention_seconds > 0,
-            durable=path != MEMORY, max_message_bytes=max_message_bytes,
+            durable=path != MEMORY, max_message_bytes=max_message_bytes, lease_seconds=lease_seconds,
         )  # fmt: skip
         self._database: Database | None = None
         self._streams: dict[int, EmbeddedStream] = {}

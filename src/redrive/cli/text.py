@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 import sys
-import unicodedata
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -31,6 +28,8 @@ def _escape(character: str) -> str:
 
 def as_json(value: Any) -> str:
     """JSON in ASCII, so that nothing in it can steer a terminal."""
+    import json
+
     import msgspec
 
     return json.dumps(msgspec.to_builtins(value), indent=2).replace("\x7f", "\\u007f")
@@ -78,11 +77,15 @@ def width(text: str) -> int:
     """Columns on a terminal: East Asian characters take two, combining ones none."""
     if text.isascii():
         return len(text)
+    import unicodedata
+
     return sum(0 if unicodedata.combining(c) else 1 + (unicodedata.east_asian_width(c) in "WF") for c in text)
 
 
 def columns() -> int:
     """The terminal's width; a pipe has room for everything a list needs."""
+    import shutil
+
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else 240
 
 

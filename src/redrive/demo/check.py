@@ -177,12 +177,13 @@ def _bad_ends(children: list[Child]) -> str | None:
 
 
 def _report(place: Place, watch: Stopwatch, verdict: Verdict, failure: str | None) -> int:
-    print(f"\n{table(verdict)}\n")
+    if verdict.produced:
+        print(f"\n{table(verdict)}\n")
     wrong = [*([f"the story did not reach its end: {failure}"] if failure else []), *complaints(verdict)]
     for line in wrong:
         print(f"✗ {line}")
     if wrong:
-        print(f"✗ not every message is accounted for; the files are kept in {place.home}")
+        print(f"✗ the check failed; its files are kept in {place.home}")
         return 1
     shutil.rmtree(place.home)
     print(f"✓ every message is accounted for, in {watch.seconds:.1f} s")

@@ -18,6 +18,7 @@ from redrive.letter import Environment
 from redrive.metrics import Metrics
 from redrive.office import Office
 from redrive.reports import Reporter
+from redrive.runtime.spans import Gate
 
 MAX_BACKOFF = 30.0
 
@@ -32,6 +33,7 @@ class Engine(Struct, frozen=True):
     clock: Clock
     environment: Environment
     rng: Random
+    gate: Gate
 
 
 class SlotsLost(RedriveError):

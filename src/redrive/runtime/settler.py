@@ -90,13 +90,13 @@ class Settler:
         """Hand out nothing more from this lane, until it is resumed as often as it was paused."""
         self._paused[lane] += 1
         if self._paused[lane] == 1:
-            self._spawn(self._switch(self._engine.broker.pause, lane))
+            self.spawn(self._switch(self._engine.broker.pause, lane))
 
     def resume(self, lane: Lane) -> None:
         self._paused[lane] -= 1
         if self._paused[lane] == 0:
             del self._paused[lane]
-            self._spawn(self._switch(self._engine.broker.resume, lane))
+            self.spawn(self._switch(self._engine.broker.resume, lane))
 
     async def _switch(self, verb: Callable[[str, Sequence[Lane]], Awaitable[None]], lane: Lane) -> None:
         try:
@@ -212,7 +212,7 @@ class Settler:
                 done.tries += 1
                 self.finish(done)
 
-        self._spawn(later())
+        self.spawn(later())
 
     def _count(self, settled: list[Done]) -> None:
         consumer, reporter = self._consumer, self._engine.reporter
@@ -237,7 +237,7 @@ class Settler:
         except AttemptsUnavailable as error:
             log.warning("run counts stay until they expire: %s", error)
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._tasks[task] = None
         task.add_done_callback(lambda ended: self._tasks.pop(ended, None))

@@ -20,9 +20,11 @@ YIELD_EVERY = 64
 class Slot:
     """One place to run a handler. The watchdog reads its deadline; `lost` means its thread cannot be stopped."""
 
-    __slots__ = ("busy", "deadline", "lost", "task", "timed_out")
+    __slots__ = ("busy", "deadline", "lost", "running", "solo", "task", "timed_out")
 
-    def __init__(self) -> None:
+    def __init__(self, *, solo: bool = False) -> None:
+        self.solo = solo
+        self.running: Any = None
         self.task: asyncio.Task[None] | None = None
         self.deadline = 0.0
         self.timed_out = False
@@ -36,20 +38,24 @@ class Slot:
             self.task.uncancel()
 
 
-class Slots:
-    """Runs `work(slot)` in `size` slots for as long as `work` has something to do."""
+Work = tuple[Callable[[], bool], Callable[[Slot], Awaitable[None]]]
 
-    def __init__(self, handler: Handler, size: int, timeout: float | None, on_lost: Callable[[int], None]) -> None:
+
+class Slots:
+    """Runs `work(slot)` in `size` slots for as long as `work` has something to do, and suspects in one of its own."""
+
+    def __init__(
+        self, handler: Handler, size: int, timeout: float | None, on_lost: Callable[[Slot, int], None]
+    ) -> None:
         self._handler, self._timeout, self._on_lost = handler, timeout, on_lost
-        self._slots = [Slot() for _ in range(size)]
-        self._threads = None if handler.is_async else ThreadPoolExecutor(size, "redrive-handler")
+        self._slots = [*(Slot() for _ in range(size)), Slot(solo=True)]
+        self._threads = None if handler.is_async else ThreadPoolExecutor(size + 1, "redrive-handler")
         self._watchdog: asyncio.Task[None] | None = None
 
-    def start(
-        self, work: Callable[[Slot], Awaitable[None]], ready: Callable[[], bool], wake: asyncio.Event
-    ) -> list[asyncio.Task[None]]:
+    def start(self, work: Work, suspects: Work, wake: asyncio.Event) -> list[asyncio.Task[None]]:
+        """`work` and `suspects` each say whether there is something to do, and do it."""
         for slot in self._slots:
-            slot.task = asyncio.create_task(self._serve(slot, work, ready, wake))
+            slot.task = asyncio.create_task(self._serve(slot, suspects if slot.solo else work, wake))
         self._watchdog = asyncio.create_task(self._watch())
         return [self._watchdog, *(slot.task for slot in self._slots if slot.task)]
 
@@ -84,9 +90,13 @@ class Slots:
         except BaseException as error:  # noqa: BLE001 - whatever a handler raises is its answer
             return [Failed(error)] * len(rows)
 
-    async def _serve(
-        self, slot: Slot, work: Callable[[Slot], Awaitable[None]], ready: Callable[[], bool], wake: asyncio.Event
-    ) -> None:
+    @property
+    def hanging(self) -> list[Any]:
+        """What runs in threads that cannot be stopped."""
+        return [slot.running for slot in self._slots if slot.lost]
+
+    async def _serve(self, slot: Slot, work: Work, wake: asyncio.Event) -> None:
+        ready, run = work
         runs = 0
         while True:
             while not ready():
@@ -94,7 +104,7 @@ class Slots:
                 await wake.wait()
             slot.busy = True
             try:
-                await work(slot)
+                await run(slot)
             finally:
                 slot.busy = False
             runs += 1
@@ -128,7 +138,7 @@ class Slots:
                 raise
         slot.taken_back()
         slot.lost = True
-        self._on_lost(sum(slot.lost for slot in self._slots))
+        self._on_lost(slot, sum(slot.lost for slot in self._slots))
         try:
             return await running
         finally:

@@ -27,6 +27,7 @@ class Gate:
 
     def __init__(self) -> None:
         self.running = 0
+        self._wakes: list[asyncio.Event] = []
         self._open = asyncio.Event()
         self._open.set()
         self._idle = asyncio.Event()
@@ -36,8 +37,9 @@ class Gate:
     def is_open(self) -> bool:
         return self._open.is_set()
 
-    async def opened(self) -> None:
-        await self._open.wait()
+    def wakes(self, event: asyncio.Event) -> None:
+        """Set this event whenever the gate opens again."""
+        self._wakes.append(event)
 
     def enter(self) -> None:
         self.running += 1
@@ -59,6 +61,8 @@ class Gate:
                 yield
             finally:
                 self._open.set()
+                for wake in self._wakes:
+                    wake.set()
 
 
 class Spans:
@@ -157,8 +161,10 @@ class Spans:
         if self._finished:
             await self._turn([])
 
-    async def close(self) -> None:
-        """A clean end: nothing that was started here can be blamed for it."""
+    async def close(self, hanging: Sequence[Delivery] = ()) -> None:
+        """A clean end: nothing that was started here can be blamed for it, but what still hangs."""
+        for delivery in hanging:
+            self._open.pop(self._span_of.get((delivery.lane, delivery.message.position), ""), None)
         self._finished += self._open
         self._open.clear()
         self._span_of.clear()

@@ -1,4 +1,4 @@
-"""A worker: reads one consumer's deliveries, runs them in slots, and decides what follows from each run."""
+"""A worker: reads one consumer's deliveries and runs them in slots; suspects alone, nothing while a breaker is open."""
 
 from __future__ import annotations
 
@@ -11,28 +11,30 @@ from itertools import count
 from time import perf_counter
 from typing import Any
 
-from msgspec.structs import replace
-
 from redrive import codec, faults
-from redrive.brokers.base import Batch, Delivery, Event, Stream, Subscription
-from redrive.classify import failure_of
+from redrive.breaker import Breaker, BreakerState
+from redrive.brokers.base import Assigned, Batch, Delivery, Event, Revoked, Stream, Subscription
 from redrive.clock import Millis
 from redrive.codec import TICKET, Ticket
-from redrive.consumer import Again, Consumer, Dead, judge
-from redrive.errors import AttemptsUnavailable, BrokerUnavailable, Discard, PayloadUnreadable
-from redrive.handlers import Answer, Failed, Handled, Recorded
-from redrive.letter import Kind
+from redrive.consumer import Consumer
+from redrive.errors import BrokerUnavailable, PayloadUnreadable, ProcessDied
+from redrive.handlers import Answer, Failed
 from redrive.message import Message
 from redrive.office import Notice
-from redrive.retry import Mode
 from redrive.runtime.engine import Engine, SlotsLost, backoff, cancel_all
+from redrive.runtime.judge import Judge, PutBack, Wait
 from redrive.runtime.settler import Done, Settler
 from redrive.runtime.slots import Slot, Slots
-from redrive.stores import base as stores
+from redrive.runtime.spans import CRASHES_ALONE, Spans
 
 log = logging.getLogger("redrive.runtime")
 
 DRAIN_TICK = 0.01
+TEND_SECONDS = 1.0
+SUSPICION_SECONDS = 5.0
+
+Item = tuple[Delivery, Ticket | None]
+"""A delivery, and its ticket where an earlier run in this process made one."""
 
 
 class Worker:
@@ -43,7 +45,13 @@ class Worker:
         self._clock = engine.clock
         self._settler = Settler(consumer, engine)
         self._slots = Slots(consumer.handler, consumer.concurrency, consumer.timeout, self._on_lost_slot)
-        self._ready: deque[tuple[Delivery, Ticket | None]] = deque()
+        self._spans = Spans(engine.attempts, consumer.group)
+        self._breaker = Breaker(consumer.breaker)
+        self._judge = Judge(consumer, engine, self._settler, self._breaker)
+        self._probing = False
+        self._ready: deque[Item] = deque()
+        self._suspects: deque[Item] = deque()
+        self._last_suspect_at: Millis = 0
         self._wake = asyncio.Event()
         self._waiting: list[tuple[Millis, int, Delivery, Ticket]] = []
         self._waiting_wake = asyncio.Event()
@@ -59,18 +67,21 @@ class Worker:
     async def run(self) -> None:
         """Work until stopped. Raises SlotsLost when the process should be replaced."""
         stream = await self._engine.broker.subscribe(self._subscription())
-        work = self._run_batch if self.consumer.handler.batch else self._run_one
-        slots = self._slots.start(work, lambda: bool(self._ready), self._wake)
-        tasks = [asyncio.create_task(job) for job in (self._settler.run(), self._release_due())]
+        self._engine.gate.wakes(self._wake)
+        run = self._run_batch if self.consumer.handler.batch else self._run_one
+        slots = self._slots.start((self._may_run, run), (self._has_suspect, self._run_suspect), self._wake)
+        tasks = [asyncio.create_task(job) for job in (self._settler.run(), self._release_due(), self._tend())]
         for task in (*slots, *tasks):
             task.add_done_callback(self._on_task_end)
         try:
             await self._read(stream)
             await self._drain()
         finally:
+            hanging = self._slots.hanging
             await self._slots.stop()
             await cancel_all(tasks)
             await self._settler.stop()
+            await self._spans.close(hanging)
             await stream.aclose()
         if self._defect is not None:
             raise self._defect
@@ -84,6 +95,8 @@ class Worker:
             consumer.sources, consumer.group, batch=widest, in_flight=widest * 4, exclude=(consumer.dead_letter_glob,)
         )
 
+    # ---- reading
+
     async def _read(self, stream: Stream) -> None:
         stopping = asyncio.create_task(self._stopping.wait())
         failures = 0
@@ -96,7 +109,7 @@ class Worker:
                     await coming
                 break
             try:
-                self._accept(coming.result())
+                await self._accept(coming.result())
                 failures = 0
             except BrokerUnavailable as error:
                 failures += 1
@@ -104,62 +117,99 @@ class Worker:
                 await self._clock.wait(self._stopping, backoff(failures))
         stopping.cancel()
 
-    def _accept(self, event: Event) -> None:
-        if isinstance(event, Batch):
-            faults.point("runtime.after_receive")
-            self._ready.extend((delivery, None) for delivery in event.deliveries)
-            self._wake.set()
+    async def _accept(self, event: Event) -> None:
+        if isinstance(event, Assigned):
+            await self._spans.assigned(event.lanes)
+            self._last_suspect_at = self._clock.now()
+        elif isinstance(event, Revoked):
+            self._spans.revoked(event.lanes)
+        else:
+            await self._accept_batch(event)
 
-    async def _drain(self) -> None:
-        """Let running handlers finish and settle, within the grace time; what has not started goes back."""
-        self._ready.clear()
-        self._waiting.clear()
-        deadline = perf_counter() + self._grace
-        while perf_counter() < deadline and (self._slots.busy or not self._settler.idle):  # noqa: ASYNC110
-            await asyncio.sleep(DRAIN_TICK)
+    async def _accept_batch(self, batch: Batch) -> None:
+        """Nothing may run before it is on record: a crash must find it there."""
+        faults.point("runtime.after_receive")
+        suspects = [delivery for delivery in batch.deliveries if self._spans.is_suspect(delivery)]
+        if suspects:
+            self._last_suspect_at = self._clock.now()
+            self._suspects.extend((delivery, None) for delivery in suspects)
+            marked = {id(delivery) for delivery in suspects}
+            fresh = [delivery for delivery in batch.deliveries if id(delivery) not in marked]
+        else:
+            fresh = list(batch.deliveries)
+        if fresh:
+            await self._spans.start(fresh)
+            self._ready.extend((delivery, None) for delivery in fresh)
+        self._wake.set()
 
-    def _on_task_end(self, task: asyncio.Task[None]) -> None:
-        """A slot or the settler must not die in silence: messages would wait for ever."""
-        if not task.cancelled() and task.exception() is not None:
-            self._defect = task.exception()
-            self.stop()
-
-    def _on_lost_slot(self, lost: int) -> None:
-        size = self.consumer.concurrency
-        text = f"{self.consumer.name}: {lost} of {size} handler threads hang beyond their limit"
-        self._engine.office.tell(Notice("slot_lost", text))
-        if lost * 2 >= size:
-            self._lost_slots = lost
-            self.stop()
+    async def _tend(self) -> None:
+        """Small duties once a second: finished records, records that no redelivery will ever finish, bad news."""
+        told = False
+        while True:
+            await self._clock.sleep(TEND_SECONDS)
+            await self._spans.flush()
+            if not self._suspects and self._clock.now() - self._last_suspect_at > SUSPICION_SECONDS * 1000:
+                await self._spans.forget_settled(())
+            if self._spans.degraded and not told:
+                self._engine.office.tell(Notice("degraded", f"crashes are not tracked: {self._spans.degraded}"))
+            told = self._spans.degraded is not None
 
     # ---- running
 
+    def _may_run(self) -> bool:
+        if not self._ready or not self._engine.gate.is_open:
+            return False
+        state = self._breaker.state(self._clock.now())
+        return state is BreakerState.CLOSED or (state is BreakerState.PROBING and not self._probing)
+
+    def _has_suspect(self) -> bool:
+        return bool(self._suspects) and self._engine.gate.is_open
+
     async def _run_one(self, slot: Slot) -> None:
-        delivery, known = self._ready.popleft()
+        self._probing = self._breaker.state(self._clock.now()) is BreakerState.PROBING
+        self._engine.gate.enter()
+        try:
+            await self._run_item(slot, self._ready.popleft())
+        finally:
+            self._engine.gate.leave()
+            self._probing = False
+
+    async def _run_item(self, slot: Slot, item: Item) -> None:
+        delivery, known = item
         opened = self._open(delivery, known)
         if opened is None:
             return
         message, ticket = opened
         started = self._clock.now()
+        slot.running = delivery
         while True:
-            begin = perf_counter()
             faults.point("runtime.before_handler")
+            begin = perf_counter()
             answer = await self._slots.call(slot, message)
-            faults.point("runtime.after_handler")
             self._settler.metrics(message.source).seconds.observe(perf_counter() - begin)
-            again = await self._conclude(delivery, message, ticket, started, answer)
-            if again is None:
+            faults.point("runtime.after_handler")
+            wait = await self._conclude(delivery, message, ticket, started, answer)
+            if wait is None:
                 return
-            ticket = again.ticket
-            if await self._clock.wait(self._stopping, max(again.when - self._clock.now(), 0) / 1000):
+            ticket = wait.ticket
+            if await self._clock.wait(self._stopping, max(wait.when - self._clock.now(), 0) / 1000):
                 return
 
     async def _run_batch(self, slot: Slot) -> None:
-        taken = [self._ready.popleft() for _ in range(min(self.consumer.batch, len(self._ready)))]
+        self._probing = self._breaker.state(self._clock.now()) is BreakerState.PROBING
+        size = 1 if self._probing else min(self.consumer.batch, len(self._ready))
+        self._engine.gate.enter()
+        try:
+            await self._run_items(slot, [self._ready.popleft() for _ in range(size)])
+        finally:
+            self._engine.gate.leave()
+            self._probing = False
+
+    async def _run_items(self, slot: Slot, items: list[Item]) -> None:
         started = self._clock.now()
         rows: list[tuple[Delivery, Message, Ticket | None]] = []
         arguments: list[tuple[Any, ...]] = []
-        for delivery, known in taken:
+        for delivery, known in items:
             opened = self._open(delivery, known)
             if opened is None:
                 continue
@@ -168,9 +218,29 @@ class Worker:
                 rows.append((delivery, *opened))
             except PayloadUnreadable as error:
                 await self._conclude(delivery, *opened, started, Failed(error))
+        faults.point("runtime.before_handler")
         answers = await self._slots.call_batch(slot, arguments) if rows else []
+        faults.point("runtime.after_handler")
         for (delivery, message, ticket), answer in zip(rows, answers, strict=True):
-            await self._conclude(delivery, message, ticket, started, answer)
+            wait = await self._conclude(delivery, message, ticket, started, answer)
+            if wait is not None:
+                self._keep(delivery, wait)
+
+    async def _run_suspect(self, slot: Slot) -> None:
+        """Run one suspect with nothing beside it, under a record of its own; file it when that killed us before."""
+        delivery, _ = item = self._suspects.popleft()
+        crashes = self._spans.crashes(delivery)
+        if crashes >= CRASHES_ALONE:
+            opened = self._open(delivery, None)
+            if opened is not None:
+                await self._conclude(delivery, *opened, self._clock.now(), Failed(ProcessDied(crashes)))
+            await self._spans.cleared(delivery)
+            return
+        async with self._engine.gate.alone():
+            await self._spans.start_alone(delivery)
+            run = self._run_items(slot, [item]) if self.consumer.handler.batch else self._run_item(slot, item)
+            await run
+            await self._spans.cleared(delivery)
 
     def _open(self, delivery: Delivery, known: Ticket | None) -> tuple[Message, Ticket | None] | None:
         """The original message and its ticket; None for a copy that is meant for another group."""
@@ -178,85 +248,40 @@ class Worker:
         if known is None and any(name == TICKET for name, _ in delivery.message.headers):
             ticket = codec.read_ticket(delivery.message, self._engine.keyring)
         if ticket is not None and ticket.group != self.consumer.group:
+            self._spans.ended(delivery)
             self._settler.finish(Done(delivery, "skipped"))
             return None
         return codec.original(delivery.message, ticket), ticket
 
-    # ---- deciding
-
     async def _conclude(
         self, delivery: Delivery, message: Message, ticket: Ticket | None, started: Millis, answer: Answer
-    ) -> Again | None:
-        """Turn an answer into something to settle; hands back the decision to wait in place in `inline` mode."""
-        if isinstance(answer, Handled):
-            self._settler.finish(Done(delivery, "handled", ticket))
-        elif isinstance(answer, Recorded):
-            self._record(message, ticket, answer.note)
-            self._settler.finish(Done(delivery, "recorded", ticket))
-        elif isinstance(answer.error, Discard):
-            log.warning("%s discarded %s: %s", self.consumer.handler.name, message.id, answer.error.why)
-            self._settler.finish(Done(delivery, "discarded", ticket))
-        else:
-            return await self._failed(delivery, message, ticket or self._first_ticket(message, started), answer.error)
+    ) -> Wait | None:
+        """Act on a run's answer; hands back a wait that its slot should sit out in place."""
+        self._spans.ended(delivery)
+        verdict = await self._judge.conclude(delivery, message, ticket, started, answer)
+        if isinstance(verdict, PutBack):
+            self._ready.appendleft((delivery, verdict.ticket))
+            self._wake_at(self._breaker.probe_at)
+        elif isinstance(verdict, Wait):
+            if verdict.in_slot:
+                return verdict
+            self._keep(delivery, verdict)
+        elif self._ready:
+            self._wake.set()
         return None
 
-    def _first_ticket(self, message: Message, started: Millis) -> Ticket:
-        return self.consumer.first_ticket(message, started)
+    def _wake_at(self, when: Millis) -> None:
+        async def later() -> None:
+            await self._clock.sleep(max(when - self._clock.now(), 1) / 1000)
+            self._wake.set()
 
-    async def _failed(self, delivery: Delivery, message: Message, ticket: Ticket, error: BaseException) -> Again | None:
-        consumer, engine = self.consumer, self._engine
-        self._settler.metrics(message.source).failed.inc()
-        engine.reporter.count(message.source, consumer.group, consumer.handler.name, "failed")
-        if consumer.mode is not Mode.DELAYED:
-            ticket = await self._counted(ticket)
-        failure = failure_of(error, consumer.rules)
-        now = self._clock.now()
-        verdict = judge(consumer, engine.environment, message, ticket, failure, now, engine.rng)
-        if isinstance(verdict, Dead):
-            self._dead(delivery, message, verdict)
-            return None
-        if consumer.mode is Mode.INLINE:
-            return verdict
-        if consumer.mode is Mode.REDELIVER:
-            self._wait(delivery, verdict.ticket, verdict.when)
-        else:
-            self._settler.finish(Done(delivery, "retried", verdict.ticket, again=verdict))
-        return None
-
-    async def _counted(self, ticket: Ticket) -> Ticket:
-        """The ticket with the durable count of runs; what is only in memory would forget them in a crash."""
-        try:
-            [runs] = await self._engine.attempts.increment([ticket.letter], self._clock.now())
-        except AttemptsUnavailable as error:
-            self._engine.office.tell(Notice("degraded", f"attempts are counted in memory only: {error}"))
-            return ticket
-        return replace(ticket, runs=max(ticket.runs, runs - 1))
-
-    def _dead(self, delivery: Delivery, message: Message, verdict: Dead) -> None:
-        letter, office = verdict.letter, self._engine.office
-        if letter.kind is Kind.CRITICAL:
-            office.tell(Notice("critical", f"{letter.error_type} in {letter.handler}: {letter.error_message}", letter))
-        if not self.consumer.block:
-            self._settler.finish(Done(delivery, "filed", verdict.ticket, letter=letter))
-            return
-        policy = self.consumer.policy
-        pause = max(policy.backoff.longest(policy.attempts), 1.0)
-        text = f"{letter.error_type} blocks {message.source}/{message.partition}: {letter.error_message}"
-        office.tell(Notice("blocked", text, letter))
-        self._wait(delivery, replace(verdict.ticket, runs=0), self._clock.now() + round(pause * 1000))
-
-    def _record(self, message: Message, ticket: Ticket | None, note: str) -> None:
-        letter_id = ticket.letter if ticket else self.consumer.letter_id(message)
-        group, handler = self.consumer.group, self.consumer.handler.name
-        self._engine.reporter.record(
-            stores.Recorded(letter_id, message.source, group, handler, message.id, self._clock.now(), note[:2000])
-        )
+        self._settler.spawn(later())
 
     # ---- waiting in memory (redeliver, block)
 
-    def _wait(self, delivery: Delivery, ticket: Ticket, when: Millis) -> None:
+    def _keep(self, delivery: Delivery, wait: Wait) -> None:
         """Keep the delivery, hand out nothing more from its lane, and run it again when due."""
-        heapq.heappush(self._waiting, (when, next(self._order), delivery, ticket))
+        heapq.heappush(self._waiting, (wait.when, next(self._order), delivery, wait.ticket))
         self._waiting_wake.set()
         self._settler.pause(delivery.lane)
 
@@ -272,3 +297,28 @@ class Worker:
             self._waiting_wake.clear()
             pause = 3600.0 if due is None else (due - self._clock.now()) / 1000
             await self._clock.wait(self._waiting_wake, max(pause, 0.001))
+
+    # ---- stopping
+
+    async def _drain(self) -> None:
+        """Let running handlers finish and settle, within the grace time; what has not started goes back."""
+        self._ready.clear()
+        self._suspects.clear()
+        self._waiting.clear()
+        deadline = perf_counter() + self._grace
+        while perf_counter() < deadline and (self._slots.busy or not self._settler.idle):  # noqa: ASYNC110
+            await asyncio.sleep(DRAIN_TICK)
+
+    def _on_task_end(self, task: asyncio.Task[None]) -> None:
+        """A slot or the settler must not die in silence: messages would wait for ever."""
+        if not task.cancelled() and task.exception() is not None:
+            self._defect = task.exception()
+            self.stop()
+
+    def _on_lost_slot(self, slot: Slot, lost: int) -> None:
+        size = self.consumer.concurrency
+        text = f"{self.consumer.name}: {lost} of {size} handler threads hang beyond their limit"
+        self._engine.office.tell(Notice("slot_lost", text))
+        if slot.solo or lost * 2 >= size:
+            self._lost_slots = lost
+            self.stop()

@@ -1,0 +1,130 @@
+"""Acts on how a run ended: counts it, asks the pure decisions, and hands the message to the settler or back."""
+
+from __future__ import annotations
+
+import logging
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from redrive.breaker import Breaker
+from redrive.brokers.base import Delivery
+from redrive.classify import failure_of
+from redrive.clock import Millis
+from redrive.codec import Ticket
+from redrive.consumer import Consumer, Dead, judge
+from redrive.errors import AttemptsUnavailable, Discard
+from redrive.handlers import Answer, Failed, Handled, Recorded
+from redrive.letter import Failure, Kind
+from redrive.message import Message
+from redrive.office import Notice
+from redrive.retry import Mode
+from redrive.runtime.engine import Engine
+from redrive.runtime.settler import Done, Settler
+from redrive.stores import base as stores
+
+log = logging.getLogger("redrive.runtime")
+
+
+class Wait(Struct, frozen=True):
+    """Run it again at `when` from this process: in its own slot, or kept aside with its lane paused."""
+
+    ticket: Ticket
+    when: Millis
+    in_slot: bool
+
+
+class PutBack(Struct, frozen=True):
+    """Run it again once the breaker lets it; the failed run does not count."""
+
+    ticket: Ticket | None
+
+
+class Judge:
+    """One consumer's verdicts."""
+
+    def __init__(self, consumer: Consumer, engine: Engine, settler: Settler, breaker: Breaker) -> None:
+        self._consumer, self._engine, self._settler, self._breaker = consumer, engine, settler, breaker
+        self._clock = engine.clock
+
+    async def conclude(
+        self, delivery: Delivery, message: Message, ticket: Ticket | None, started: Millis, answer: Answer
+    ) -> Wait | PutBack | None:
+        """None when the settler has it."""
+        if isinstance(answer, Failed) and not isinstance(answer.error, Discard):
+            return await self._failed(delivery, message, ticket, started, answer.error)
+        if self._breaker.succeeded(self._clock.now()):
+            self._engine.office.tell(Notice("breaker_closed", f"{self._consumer.name} goes on"))
+        if isinstance(answer, Handled):
+            self._settler.finish(Done(delivery, "handled", ticket))
+        elif isinstance(answer, Recorded):
+            self._record(message, ticket, answer.note)
+            self._settler.finish(Done(delivery, "recorded", ticket))
+        else:
+            log.warning("%s discarded %s: %s", self._consumer.handler.name, message.id, answer.error)
+            self._settler.finish(Done(delivery, "discarded", ticket))
+        return None
+
+    async def _failed(
+        self, delivery: Delivery, message: Message, ticket: Ticket | None, started: Millis, error: BaseException
+    ) -> Wait | PutBack | None:
+        consumer, engine = self._consumer, self._engine
+        failure = failure_of(error, consumer.rules)
+        self._settler.metrics(message.source).failed.inc()
+        engine.reporter.count(message.source, consumer.group, consumer.handler.name, "failed")
+        if self._is_outage(message, failure):
+            return PutBack(ticket)
+        past = ticket or consumer.first_ticket(message, started)
+        if not past.first_at:
+            past = replace(past, first_at=started)
+        if consumer.mode is not Mode.DELAYED:
+            past = await self._counted(past)
+        verdict = judge(consumer, engine.environment, message, past, failure, self._clock.now(), engine.rng)
+        if isinstance(verdict, Dead):
+            return self._dead(delivery, message, verdict)
+        if consumer.mode is Mode.DELAYED:
+            self._settler.finish(Done(delivery, "retried", verdict.ticket, again=verdict))
+            return None
+        return Wait(verdict.ticket, verdict.when, consumer.mode is Mode.INLINE)
+
+    def _is_outage(self, message: Message, failure: Failure) -> bool:
+        """Whether the breaker takes the blame. The failure that opens it still counts."""
+        excused = self._breaker.excuses(failure.kind)
+        if self._breaker.failed(message.id, failure.kind, self._clock.now()) and not excused:
+            self._tell_open(failure)
+        return excused
+
+    def _tell_open(self, failure: Failure) -> None:
+        text = f"{self._consumer.name} pauses: {failure.error_type}: {failure.message}"
+        self._engine.office.tell(Notice("breaker_open", text))
+
+    async def _counted(self, ticket: Ticket) -> Ticket:
+        """The ticket with the durable count of runs; what is only in memory would forget them in a crash."""
+        try:
+            [runs] = await self._engine.attempts.increment([ticket.letter], self._clock.now())
+        except AttemptsUnavailable as error:
+            self._engine.office.tell(Notice("degraded", f"attempts are counted in memory only: {error}"))
+            return ticket
+        return replace(ticket, runs=max(ticket.runs, runs - 1))
+
+    def _dead(self, delivery: Delivery, message: Message, verdict: Dead) -> Wait | None:
+        letter, office = verdict.letter, self._engine.office
+        if letter.kind is Kind.CRITICAL:
+            office.tell(Notice("critical", f"{letter.error_type} in {letter.handler}: {letter.error_message}", letter))
+        if not self._consumer.block:
+            if self._breaker.died(letter.kind, self._clock.now()):
+                office.tell(Notice("breaker_open", f"{self._consumer.name} pauses: too many messages become letters"))
+            self._settler.finish(Done(delivery, "filed", verdict.ticket, letter=letter))
+            return None
+        policy = self._consumer.policy
+        pause = max(policy.backoff.longest(policy.attempts), 1.0)
+        text = f"{letter.error_type} blocks {message.source}/{message.partition}: {letter.error_message}"
+        office.tell(Notice("blocked", text, letter))
+        return Wait(replace(verdict.ticket, runs=0), self._clock.now() + round(pause * 1000), in_slot=False)
+
+    def _record(self, message: Message, ticket: Ticket | None, note: str) -> None:
+        letter_id = ticket.letter if ticket else self._consumer.letter_id(message)
+        group, handler = self._consumer.group, self._consumer.handler.name
+        self._engine.reporter.record(
+            stores.Recorded(letter_id, message.source, group, handler, message.id, self._clock.now(), note[:2000])
+        )

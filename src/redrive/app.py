@@ -128,6 +128,8 @@ class Redrive:
         identity: str | None = None,
         masked: Sequence[str] | None = None,
         max_replays: int | None = None,
+        ordering: str | None = None,
+        breaker: dict[str, Any] | None = None,
     ) -> Callable[[F], F]:
         """Register a handler for one source, several, or a pattern. `batch` makes it a batch handler."""
         sources = (source,) if isinstance(source, str) else tuple(source)
@@ -135,7 +137,8 @@ class Redrive:
             "attempts": attempts, "budget": budget, "mode": mode, "timeout": timeout, "concurrency": concurrency,
             "batch": batch, "on_exhausted": on_exhausted, "enabled": enabled, "route": route, "names": names,
             "dead_letter": dead_letter, "attributes": attributes, "message_type": message_type,
-            "identity": identity, "masked": masked, "max_replays": max_replays,
+            "identity": identity, "masked": masked, "max_replays": max_replays, "ordering": ordering,
+            "breaker": breaker,
         }  # fmt: skip
         rules = classify.rules(critical=critical, permanent=permanent, transient=transient)
 

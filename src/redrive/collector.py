@@ -95,8 +95,19 @@ class Collector:
                     self._tell(Notice("store_down", f"{len(letters)} dead letter(s) wait in the broker: {error}"))
                 await self._clock.wait(self._stopping, min(0.2 * 2 ** min(tries, 10), _LONGEST_WAIT))
         faults.point("collector.after_store")
-        await self._broker.settle([Ack(delivery) for delivery in deliveries])
+        await self._settle(deliveries)
         faults.point("collector.after_settle")
+
+    async def _settle(self, deliveries: Sequence[Delivery]) -> None:
+        """However long the broker is away: nobody hands these out again while this collector lives."""
+        for tries in range(1_000_000_000):
+            try:
+                await self._broker.settle([Ack(delivery) for delivery in deliveries])
+                return
+            except BrokerUnavailable as error:
+                log.warning("%d stored message(s) cannot be settled yet: %s", len(deliveries), error)
+                if await self._clock.wait(self._stopping, min(0.2 * 2 ** min(tries, 10), _LONGEST_WAIT)):
+                    return
 
     async def _keep(self, letters: list[Letter], reports: list[Report]) -> None:
         if letters:

@@ -19,6 +19,7 @@ from msgspec import Meta, Struct, field
 from redrive import attributes, retry
 from redrive.errors import ConfigError
 from redrive.keyring import MIN_KEY_BYTES
+from redrive.letter import Kind
 
 PREFIX = "REDRIVE_"
 SYNONYMS = ("maxRetriesBeforeDLQ", "max_retries", "MaxRetryAttempts")
@@ -44,6 +45,19 @@ class BackoffSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     jitter: Annotated[float, Meta(ge=0, le=1)] = 0.0
 
 
+class BreakerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """When a source pauses because its dependency is down; what is None keeps the breaker's own default."""
+
+    failures: Count | None = None
+    window: Count | None = None
+    ratio: Annotated[float, Meta(gt=0, le=1)] | None = None
+    cooldown: Seconds | None = None
+    longest_cooldown: Seconds | None = None
+    dead_ratio: Annotated[float, Meta(gt=0, le=1)] | None = None
+    dead_window: Count | None = None
+    counted: tuple[Kind, ...] | None = None
+
+
 class ConsumerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How one source is consumed. None is unset, so that layers can be laid over each other."""
 
@@ -64,6 +78,8 @@ class ConsumerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     identity: Text | None = None
     masked: tuple[Text, ...] | None = None
     max_replays: Count | None = None
+    ordering: Literal["key"] | None = None
+    breaker: BreakerSettings | None = None
     rules: dict[RuleName, tuple[Text, ...]] | None = None
 
 

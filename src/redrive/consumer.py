@@ -48,6 +48,7 @@ class Consumer(Struct, frozen=True, kw_only=True):
     identity: str | None = None
     masked: tuple[str, ...] = ()
     max_replays: int = 3
+    ordered: bool = False
     breaker: BreakerPolicy = BreakerPolicy()
 
     def dead_letter_source(self, source: str) -> str:
@@ -158,6 +159,7 @@ def letter_of(
         environment=environment,
         hop=ticket.hop,
         max_replays=consumer.max_replays,
+        place=int(message.position) if consumer.ordered and message.key is not None else None,
     )
 
 

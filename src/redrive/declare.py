@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from redrive import attributes, classify, config, retry
+from redrive.breaker import BreakerPolicy
 from redrive.brokers.base import Abilities
 from redrive.classify import Rule
-from redrive.config import ConsumerSettings
+from redrive.config import BreakerSettings, ConsumerSettings
 from redrive.consumer import Consumer
 from redrive.errors import ConfigError
 from redrive.handlers import Handler
@@ -36,11 +37,15 @@ def declare(
         rules=(*classify.rules(**(settings.rules or {})), *rules),
         block=settings.on_exhausted == "block" or settings.enabled is False,
         direct=settings.route == "direct",
+        ordered=settings.ordering == "key",
+        breaker=_breaker(settings.breaker),
         attributes=attributes.parse_all(settings.attributes or {}),
         message_type=attributes.parse("message_type", settings.message_type) if settings.message_type else None,
         **{name: value for name, value in plain.items() if value is not None},
     )
     _check_attributes(consumer)
+    if consumer.ordered:
+        _check_order(consumer, settings)
     for source in sources:
         consumer.dead_letter_source(source)
     return consumer
@@ -48,6 +53,10 @@ def declare(
 
 def check_against(consumer: Consumer, can: Abilities) -> None:
     """Refuse settings that this broker cannot honour."""
+    if consumer.ordered and not can.order_by_key:
+        raise ConfigError(
+            "this broker does not keep order by key", key=f"{consumer.name}.ordering", fix="leave ordering out"
+        )
     longest = consumer.policy.backoff.longest(consumer.policy.attempts)
     if consumer.mode is Mode.INLINE and can.lease_seconds is not None and longest > can.lease_seconds:
         raise ConfigError(
@@ -69,6 +78,28 @@ def check_beside(consumer: Consumer, others: Sequence[Consumer]) -> None:
                 key="group",
                 fix="give each handler its own group",
             )
+
+
+def _breaker(settings: BreakerSettings | None) -> BreakerPolicy:
+    given = {} if settings is None else {n: getattr(settings, n) for n in settings.__struct_fields__}
+    known: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    if "counted" in known:
+        known["counted"] = frozenset(known["counted"])
+    return BreakerPolicy(**known)
+
+
+def _check_order(consumer: Consumer, settings: ConsumerSettings) -> None:
+    """Order by key retries in place and files where every worker sees it at once."""
+    if settings.mode not in (None, Mode.INLINE):
+        raise ConfigError(
+            f"order by key retries in place, not {settings.mode}", key=f"{consumer.name}.mode", fix="leave mode out"
+        )
+    if not consumer.direct:
+        raise ConfigError("order by key needs the store", key=f"{consumer.name}.route", fix="set route = 'direct'")
+    if consumer.handler.batch:
+        raise ConfigError(
+            "order by key runs one message at a time", key=f"{consumer.name}.batch", fix="leave batch out"
+        )
 
 
 def as_backoff(given: Backoff | Sequence[float] | float | None) -> Backoff | None:

@@ -103,7 +103,8 @@ class Claim(Struct, frozen=True):
 class Letter(Struct, frozen=True):
     """One death of one message in one consumer group. `hop` is the replay that died, 0 for the original.
 
-    `masked` names attributes, `masked_fields` the places they come from; no view shows either.
+    `masked` names attributes, `masked_fields` the places they come from; no view shows either. `place` is where it
+    stands among the messages of its key, for sources whose order matters.
     """
 
     id: str
@@ -131,6 +132,7 @@ class Letter(Struct, frozen=True):
     max_replays: int = 3
     verified: bool = True
     marks: tuple[str, ...] = ()
+    place: int | None = None
     claim: Claim | None = None
 
 
@@ -212,6 +214,8 @@ def after_death(letter: Letter, stored: StoredLetter) -> State:
     """
     if letter.hop < stored.hop or letter.hop <= stored.confirmed_hop:
         return stored.state
+    if letter.reason is Reason.HELD:
+        return State.HELD
     return State.QUARANTINED if letter.hop >= letter.max_replays else State.PENDING
 
 

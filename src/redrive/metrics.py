@@ -44,6 +44,7 @@ class ConsumerMetrics:
         self.recorded = outcome("recorded")
         self.discarded = outcome("discarded")
         self.skipped = outcome("skipped")
+        self.held = outcome("held")
         self.seconds = metrics.seconds.labels(source, group, handler)
         self.lease_lost = metrics.lease_lost.labels(source, group, handler)
         self.stuck = metrics.stuck.labels(source, group, handler)

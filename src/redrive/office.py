@@ -16,7 +16,7 @@ from redrive.letter import Letter
 from redrive.message import Copy
 from redrive.metrics import Metrics
 from redrive.spool import Spool
-from redrive.stores.base import Store
+from redrive.stores.base import Filed, Store
 
 log = logging.getLogger("redrive.office")
 DRAIN_SECONDS = 1.0
@@ -51,8 +51,11 @@ class Office:
         self._store, self._spool, self._blobs = store, spool, blobs
         self._notify = notify
 
-    async def file(self, letters: Sequence[Letter]) -> None:
-        """Returns once every letter is durable, in the store or else in the spool; raises FilingFailed otherwise."""
+    async def file(self, letters: Sequence[Letter], *, may_spool: bool = True) -> None:
+        """Returns once every letter is durable, in the store or else in the spool; raises FilingFailed otherwise.
+
+        Where order matters the spool is no place: others must see at once that a key has an open letter.
+        """
         causes: list[Exception] = []
         faults.point("office.before_file")
         if self._store is not None:
@@ -63,7 +66,7 @@ class Office:
             else:
                 faults.point("office.after_file")
                 return
-        if self._spool is not None:
+        if self._spool is not None and may_spool:
             try:
                 await self._spool.append(letters)
             except SpoolFailed as error:
@@ -74,6 +77,19 @@ class Office:
                 self.tell(Notice("spooled", f"{len(letters)} letter(s) went to the spool: {causes[-1:] or 'no store'}"))
                 return
         raise FilingFailed([letter.id for letter in letters], causes)
+
+    async def hold(self, letters: Sequence[Letter]) -> list[Filed]:
+        """Keep messages behind the open letters of their keys; those that need not wait are answered RELEASED."""
+        return await self._needed_store().letters.hold(letters, self._clock.now())
+
+    async def blocked(self, source: str, group: str, keys: Sequence[bytes]) -> dict[bytes, int | None]:
+        """The keys with open letters, each with the place of its first dead one."""
+        return await self._needed_store().letters.blocked(source, group, keys)
+
+    def _needed_store(self) -> Store:
+        if self._store is None:
+            raise StoreUnavailable("none", "order by key needs a store")
+        return self._store
 
     def copy(self, letter: Letter, destination: str) -> Copy:
         """The letter as a message for its dead letter destination."""

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from redrive import codec, faults
 from redrive.blobs.base import Blobs
 from redrive.brokers.base import Broker, Refused, Unknown
-from redrive.clock import Clock
+from redrive.clock import Clock, Millis
 from redrive.codec import Ticket
 from redrive.errors import BlobsUnavailable, BrokerUnavailable, LeaseConflict, StoreUnavailable
 from redrive.keyring import Keyring
@@ -24,6 +24,7 @@ log = logging.getLogger("redrive.replayer")
 
 LEASE_SECONDS = 30.0
 IDLE_SECONDS = 0.5
+LOOK_SECONDS = 5.0
 _CHUNK = 100
 
 
@@ -45,6 +46,7 @@ class Replayer:
         self._broker, self._store, self._keyring = broker, store, keyring
         self._clock, self._metrics, self._blobs = clock, metrics, blobs
         self._owner, self._quiet_seconds = owner, quiet_seconds
+        self._looked_at: Millis = 0
         self._stopping = asyncio.Event()
 
     def stop(self) -> None:
@@ -67,6 +69,7 @@ class Replayer:
 
     async def step(self) -> bool:
         """Drive one window of one job; False when there is nothing to do."""
+        await self._store.jobs.release_held(self._clock.now())
         job = await self._store.jobs.lease(self._owner, LEASE_SECONDS, self._clock.now())
         if job is None:
             return False
@@ -143,6 +146,9 @@ class Replayer:
 
     async def _settle_quiet(self) -> None:
         now = self._clock.now()
+        if now - self._looked_at < LOOK_SECONDS * 1000:
+            return
+        self._looked_at = now
         await self._store.jobs.settle_quiet(now - round(self._quiet_seconds * 1000), now)
 
 

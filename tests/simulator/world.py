@@ -87,7 +87,8 @@ class World:
         self.outages = [self._outage() for _ in range(self.rng.choice((0, 0, 1, 2)))] if self.heals_at else []
         self.crashes_left = 6
         self.faults: Counter[str] = Counter()
-        self.by_kind: Counter[tuple[str, str]] = Counter()
+        self.by_kind: Counter[str] = Counter()
+        self.by_call: Counter[str] = Counter()
         self.defects: list[str] = []
         self.trace: list[tuple[Any, ...]] | None = [] if keep_trace else None
         self.calls = 0
@@ -108,8 +109,9 @@ class World:
     def hit(self, fault: str, process: Process | None, what: str) -> None:
         """One more misfortune."""
         self.faults[fault] += 1
+        self.by_call[what] += 1
         if process is not None:
-            self.by_kind[process.kind, fault] += 1
+            self.by_kind[process.kind] += 1
         self.note(process.name if process else "world", what, fault.upper())
 
     async def call(
@@ -119,7 +121,7 @@ class World:
         if not process.alive:
             raise Dead
         self.calls += 1
-        fate = self._fate(what)
+        fate = self._fate(what, process)
         await self._delay(fate)
         if not process.alive:
             raise Dead
@@ -167,7 +169,7 @@ class World:
         backend = self.rng.choice(("broker", "store", "attempts", "spool"))
         return backend, start, min(start + self.rng.uniform(1, 8), self.heals_at)
 
-    def _fate(self, what: str) -> str:
+    def _fate(self, what: str, process: Process) -> str:
         if self.healed:
             return ""
         if self.outages and self.is_out(what.partition(".")[0]):
@@ -176,12 +178,13 @@ class World:
         for name in ("fail", "ambiguous", "crash", "stall"):
             likely = getattr(fates, name)
             if drawn < likely:
-                return self._crash_fate() if name == "crash" else name
+                return self._crash_fate(process) if name == "crash" else name
             drawn -= likely
         return ""
 
-    def _crash_fate(self) -> str:
-        return self.rng.choice(("crash before", "crash after")) if self.crashes_left > 0 else ""
+    def _crash_fate(self, process: Process) -> str:
+        mortal = process.kind != "people" and self.crashes_left > 0
+        return self.rng.choice(("crash before", "crash after")) if mortal else ""
 
     async def _delay(self, fate: str) -> None:
         """Most answers come at once, some late, so that completions overtake each other."""

@@ -385,7 +385,7 @@ async def test_lists_walk_an_index_and_never_sort(
 
 
 async def test_at_most_six_indexes_slow_down_filing(store: SqliteStore, path: str) -> None:
-    assert len(sql(path, "PRAGMA index_list(letters)")) <= 6
+    assert sum(not row[4] for row in sql(path, "PRAGMA index_list(letters)")) <= 6
 
 
 async def test_masked_values_are_in_no_search_table(store: SqliteStore, path: str) -> None:

@@ -59,11 +59,11 @@ class Show:
 
     def _weather(self, number: int) -> None:
         """The provider has an outage every minute, and a person may deploy release 2."""
-        place, hour = self._stage.place, number % OUTAGE_EVERY
-        if hour == OUTAGE_FROM:
+        place, moment = self._stage.place, number % OUTAGE_EVERY
+        if moment == OUTAGE_FROM:
             place.outage.touch()
             self._stage.say("the payment provider goes down")
-        if hour == OUTAGE_UNTIL and place.provider_is_down:
+        if moment == OUTAGE_UNTIL and place.provider_is_down:
             place.outage.unlink()
             self._stage.say("the payment provider is back")
         if place.is_mended is not self._mended:

@@ -77,11 +77,13 @@ class Judge:
         past = ticket or consumer.first_ticket(message, started)
         if not past.first_at:
             past = replace(past, first_at=started)
-        if consumer.mode is not Mode.DELAYED:
+        if consumer.mode is not Mode.DELAYED or consumer.ordered:
             past = await self._counted(past)
         verdict = judge(consumer, engine.environment, message, past, failure, self._clock.now(), engine.rng)
         if isinstance(verdict, Dead):
             return self._dead(delivery, message, verdict)
+        if consumer.ordered:
+            return Wait(verdict.ticket, verdict.when, in_slot=False)
         if consumer.mode is Mode.DELAYED:
             self._settler.finish(Done(delivery, "retried", verdict.ticket, again=verdict))
             return None

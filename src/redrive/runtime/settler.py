@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from redrive import codec, faults
 from redrive.brokers.base import (
@@ -51,8 +52,9 @@ class Done(Struct):
 class Settler:
     """One consumer's settlements, and the lanes it has stopped."""
 
-    def __init__(self, consumer: Consumer, engine: Engine) -> None:
-        self._consumer, self._engine = consumer, engine
+    def __init__(self, consumer: Consumer, engine: Engine, on_end: Callable[[Done], None] | None = None) -> None:
+        """`on_end` hears of every delivery that is settled, or somebody else's by now."""
+        self._consumer, self._engine, self._on_end = consumer, engine, on_end
         self._done: list[Done] = []
         self._wake = asyncio.Event()
         self._settling = False
@@ -146,7 +148,7 @@ class Settler:
         if not letters:
             return batch
         try:
-            await self._engine.office.file(letters)
+            await self._engine.office.file(letters, may_spool=not self._consumer.ordered)
         except FilingFailed as error:
             self._stuck([done for done in batch if done.letter is not None], str(error))
             return [done for done in batch if done.letter is None]
@@ -169,6 +171,8 @@ class Settler:
                 await self._refused(done, result)
                 continue
             self._unstick(done)
+            if self._on_end is not None:
+                self._on_end(done)
             if isinstance(result, LeaseLost):
                 self.metrics(done.delivery.message.source).lease_lost.inc()
             else:
@@ -178,14 +182,22 @@ class Settler:
 
     async def _refused(self, done: Done, result: Refused) -> None:
         """Too large: one rung down the ladder and try again at once. Anything else, or no rung left: stuck."""
-        if done.letter is not None and result.too_large:
-            retains = self._engine.broker.can.retains_settled
-            smaller = await self._engine.office.smaller(done.letter, source_retains=retains)
-            if smaller is not None:
-                done.letter = smaller
-                self.finish(done)
-                return
-        self._stuck([done], result.why)
+        if result.too_large and await self._shrink(done):
+            self.finish(done)
+        else:
+            self._stuck([done], result.why)
+
+    async def _shrink(self, done: Done) -> bool:
+        """A retry copy leaves behind what its past runs said; a letter steps down the office's ladder."""
+        if done.again is not None and done.again.ticket.history:
+            done.again = replace(done.again, ticket=replace(done.again.ticket, history=()))
+            return True
+        if done.letter is None:
+            return False
+        retains = self._engine.broker.can.retains_settled
+        smaller = await self._engine.office.smaller(done.letter, source_retains=retains)
+        done.letter = smaller or done.letter
+        return smaller is not None
 
     def _stuck(self, items: list[Done], why: str) -> None:
         """No place takes them: leave the messages unsettled, stop their lanes, say so, and try again later."""
@@ -219,7 +231,7 @@ class Settler:
         totals = Counter((done.delivery.message.source, done.what) for done in settled)
         for (source, what), number in totals.items():
             getattr(self.metrics(source), what).inc(number)
-            if what != "skipped":
+            if what not in ("skipped", "held"):
                 reporter.count(source, consumer.group, consumer.handler.name, what, number)
         for done in settled:
             if done.letter is not None:

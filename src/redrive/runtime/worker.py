@@ -17,12 +17,13 @@ from redrive.brokers.base import Assigned, Batch, Delivery, Event, Revoked, Stre
 from redrive.clock import Millis
 from redrive.codec import TICKET, Ticket
 from redrive.consumer import Consumer
-from redrive.errors import BrokerUnavailable, PayloadUnreadable, ProcessDied
+from redrive.errors import BrokerUnavailable, FilingFailed, PayloadUnreadable, ProcessDied, StoreUnavailable
 from redrive.handlers import Answer, Failed
 from redrive.message import Message
 from redrive.office import Notice
 from redrive.runtime.engine import Engine, SlotsLost, backoff, cancel_all
 from redrive.runtime.judge import Judge, PutBack, Wait
+from redrive.runtime.keys import Keys, place_of
 from redrive.runtime.settler import Done, Settler
 from redrive.runtime.slots import Slot, Slots
 from redrive.runtime.spans import CRASHES_ALONE, Spans
@@ -43,7 +44,8 @@ class Worker:
     def __init__(self, consumer: Consumer, engine: Engine, *, grace: float = 30.0) -> None:
         self.consumer, self._engine, self._grace = consumer, engine, grace
         self._clock = engine.clock
-        self._settler = Settler(consumer, engine)
+        self._keys = Keys(consumer, engine, self._enqueue) if consumer.ordered else None
+        self._settler = Settler(consumer, engine, self._on_settled if consumer.ordered else None)
         self._slots = Slots(consumer.handler, consumer.concurrency, consumer.timeout, self._on_lost_slot)
         self._spans = Spans(engine.attempts, consumer.group)
         self._breaker = Breaker(consumer.breaker)
@@ -137,10 +139,35 @@ class Worker:
             fresh = [delivery for delivery in batch.deliveries if id(delivery) not in marked]
         else:
             fresh = list(batch.deliveries)
+        if self._keys is not None:
+            await self._look_up(batch)
         if fresh:
             await self._spans.start(fresh)
-            self._ready.extend((delivery, None) for delivery in fresh)
+            self._admit(fresh)
         self._wake.set()
+
+    def _admit(self, deliveries: list[Delivery]) -> None:
+        if self._keys is None:
+            self._ready.extend((delivery, None) for delivery in deliveries)
+            return
+        for delivery in deliveries:
+            self._keys.admit((delivery, None))
+
+    def _enqueue(self, item: Item) -> None:
+        self._ready.append(item)
+        self._wake.set()
+
+    async def _look_up(self, batch: Batch) -> None:
+        """Which keys have open letters; nothing runs before that is known, however long the store is away."""
+        assert self._keys is not None
+        for tries in range(1_000_000_000):
+            try:
+                await self._keys.look_up(batch.deliveries, self._engine.office)
+                return
+            except StoreUnavailable as error:
+                log.warning("%s waits for the store: %s", self.consumer.name, error)
+                if await self._clock.wait(self._stopping, backoff(tries)):
+                    return
 
     async def _tend(self) -> None:
         """Small duties once a second: finished records, records that no redelivery will ever finish, bad news."""
@@ -157,7 +184,7 @@ class Worker:
     # ---- running
 
     def _may_run(self) -> bool:
-        if not self._ready or not self._engine.gate.is_open:
+        if not self._ready or not self._engine.gate.is_open or (self._keys is not None and self._suspects):
             return False
         state = self._breaker.state(self._clock.now())
         return state is BreakerState.CLOSED or (state is BreakerState.PROBING and not self._probing)
@@ -180,6 +207,8 @@ class Worker:
         if opened is None:
             return
         message, ticket = opened
+        if self._keys is not None and await self._held(delivery, message, ticket):
+            return
         started = self._clock.now()
         slot.running = delivery
         while True:
@@ -253,6 +282,28 @@ class Worker:
             return None
         return codec.original(delivery.message, ticket), ticket
 
+    async def _held(self, delivery: Delivery, message: Message, ticket: Ticket | None) -> bool:
+        """Whether this message waits behind an open letter of its key, or for a store that could say so."""
+        assert self._keys is not None
+        try:
+            if not await self._keys.held(message, ticket):
+                return False
+        except FilingFailed as error:
+            log.warning("%s: %s", self.consumer.name, error)
+            self._keep(
+                delivery, Wait(ticket or self.consumer.first_ticket(message, 0), self._clock.now() + 1000, False)
+            )
+            return True
+        self._spans.ended(delivery)
+        self._settler.finish(Done(delivery, "held", ticket))
+        return True
+
+    def _on_settled(self, done: Done) -> None:
+        assert self._keys is not None
+        if done.letter is not None:
+            self._keys.died(done.letter.message, place_of(done.letter.message))
+        self._keys.ended(done.delivery)
+
     async def _conclude(
         self, delivery: Delivery, message: Message, ticket: Ticket | None, started: Millis, answer: Answer
     ) -> Wait | None:
@@ -280,10 +331,11 @@ class Worker:
     # ---- waiting in memory (redeliver, block)
 
     def _keep(self, delivery: Delivery, wait: Wait) -> None:
-        """Keep the delivery, hand out nothing more from its lane, and run it again when due."""
+        """Keep the delivery and run it again when due; meanwhile its lane waits, or only its key in ordered sources."""
         heapq.heappush(self._waiting, (wait.when, next(self._order), delivery, wait.ticket))
         self._waiting_wake.set()
-        self._settler.pause(delivery.lane)
+        if self._keys is None:
+            self._settler.pause(delivery.lane)
 
     async def _release_due(self) -> None:
         while True:
@@ -292,7 +344,8 @@ class Worker:
                 _, _, delivery, ticket = heapq.heappop(self._waiting)
                 self._ready.append((delivery, ticket))
                 self._wake.set()
-                self._settler.resume(delivery.lane)
+                if self._keys is None:
+                    self._settler.resume(delivery.lane)
                 continue
             self._waiting_wake.clear()
             pause = 3600.0 if due is None else (due - self._clock.now()) / 1000
@@ -305,6 +358,8 @@ class Worker:
         self._ready.clear()
         self._suspects.clear()
         self._waiting.clear()
+        if self._keys is not None:
+            self._keys.clear()
         deadline = perf_counter() + self._grace
         while perf_counter() < deadline and (self._slots.busy or not self._settler.idle):  # noqa: ASYNC110
             await asyncio.sleep(DRAIN_TICK)

@@ -19,10 +19,14 @@ class Filing(StrEnum):
     NEW = "new"
     AGAIN = "again"
     DUPLICATE = "duplicate"
+    RELEASED = "released"
 
 
 class Filed(Struct, frozen=True):
-    """`NEW` letter, `AGAIN` for one more death of a known letter, `DUPLICATE` when nothing changed."""
+    """`NEW` letter, `AGAIN` for one more death of a known letter, `DUPLICATE` when nothing changed.
+
+    `RELEASED` answers `hold` only: nothing stands before this message any more, so it was not stored; run it.
+    """
 
     id: str
     filing: Filing
@@ -192,6 +196,17 @@ class Letters(Protocol):
         """Store each letter once, all or none. The same identity and hop again changes nothing and says so."""
         ...
 
+    async def hold(self, letters: Sequence[Letter], now: Millis) -> list[Filed]:
+        """Keep messages behind the open letters of their key, each only if there is still something to wait for.
+
+        A message waits for any open letter of its key; a replayed copy only for a dead one that stands before it.
+        """
+        ...
+
+    async def blocked(self, source: str, group: str, keys: Sequence[bytes]) -> dict[bytes, int | None]:
+        """The keys that have open letters, each with the place of its first dead one, None when none is dead."""
+        ...
+
     async def get(self, letter_id: str) -> StoredLetter | None: ...
 
     async def occurrences(self, letter_id: str) -> list[Occurrence]:
@@ -225,7 +240,7 @@ class Jobs(Protocol):
         window: int = DEFAULT_WINDOW,
         rate: float | None = None,
     ) -> Job:
-        """Freeze this selection. Nothing is sent yet."""
+        """Freeze this selection. Nothing is sent yet. What is held behind a selected letter goes after it, in order."""
         ...
 
     async def get(self, job_id: str) -> Job | None: ...
@@ -249,6 +264,10 @@ class Jobs(Protocol):
 
     async def close_window(self, job_id: str, owner: str, refused: Sequence[Refusal], now: Millis) -> Job:
         """The window's letters are confirmed, except those refused, which go back to pending."""
+        ...
+
+    async def release_held(self, now: Millis, *, window: int = DEFAULT_WINDOW) -> Job | None:
+        """Start sending what is held behind nothing any more; None when there is nothing of that kind."""
         ...
 
     async def set_state(self, job_id: str, expected: JobState, to: JobState, act: Act, now: Millis) -> bool: ...

@@ -10,11 +10,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from msgspec import Struct, field
+from msgspec.structs import replace
 
 from redrive.clock import Millis
 from redrive.letter import Act, Letter, Reason, State, StoredLetter, after_death
 from redrive.stores.base import Filed, Filing
-from redrive.stores.sqlite import audit, rows
+from redrive.stores.sqlite import audit, order, rows
 from redrive.stores.sqlite.ledger import count_items
 from redrive.stores.sqlite.rows import Sealed
 
@@ -29,6 +30,7 @@ UPDATE letters SET state = ?, version = ?, hop = ?, death = ?, occurrences = ?, 
   reason = ?, error_type = ?, error_message = ?, handler = ?, message_type = ?, attempts = ?, verified = ?,
   last_attempt_at = ?, attributes = ?, masked = ? WHERE seq = ?
 """
+_SENT = "SELECT id, hop FROM letters WHERE content = ? AND state = 'replaying' AND content IS NOT NULL ORDER BY seq"
 _TOUCH = "UPDATE letters SET version = ?, hop = ?, occurrences = ?, updated_at = ? WHERE seq = ?"
 
 
@@ -61,10 +63,21 @@ def file(connection: sqlite3.Connection, letters: Sequence[Letter], now: Millis)
     return filed
 
 
+def hold(connection: sqlite3.Connection, letters: Sequence[Letter], now: Millis) -> list[Filed]:
+    """One by one: whether a message must wait depends on the ones before it."""
+    return [
+        file(connection, [letter], now)[0]
+        if order.must_wait(connection, letter)
+        else Filed(letter.id, Filing.RELEASED, State.HELD)
+        for letter in letters
+    ]
+
+
 class _Batch:
     def __init__(self, connection: sqlite3.Connection, ids: Sequence[str], now: Millis) -> None:
         self._now = now
         self._lines = _known(connection, ids)
+        self._connection = connection
         self._next = connection.execute("SELECT coalesce(max(seq), 0) + 1 FROM identities").fetchone()[0]
         self._deaths: list[tuple[int, int, Millis, bytes]] = []
         self._deeds: list[audit.Deed] = []
@@ -72,11 +85,23 @@ class _Batch:
 
     def file(self, sealed: Sealed) -> Filed:
         line = self._lines.get(sealed.letter.id)
+        if line is None and not sealed.letter.verified:
+            sealed, line = self._sent_before(sealed)
         if line is None:
             return self._new(sealed)
         if line.purged or sealed.letter.hop in line.hops:
             return Filed(line.id, Filing.DUPLICATE, line.state)
         return self._again(line, sealed)
+
+    def _sent_before(self, sealed: Sealed) -> tuple[Sealed, _Line | None]:
+        """A stranger's death with the key and body of a letter we have just sent: its consumer dropped our headers."""
+        found = self._connection.execute(_SENT, (order.content(sealed.letter),)).fetchone()
+        if found is None:
+            return sealed, None
+        letter_id, hop = found
+        if letter_id not in self._lines:
+            self._lines |= _known(self._connection, [letter_id])
+        return rows.seal(replace(sealed.letter, id=letter_id, hop=hop)), self._lines[letter_id]
 
     def _new(self, sealed: Sealed) -> Filed:
         letter = sealed.letter
@@ -131,12 +156,13 @@ class _Batch:
 
     def _insert(self, connection: sqlite3.Connection, new: list[_Line]) -> None:
         connection.executemany("INSERT INTO identities (seq, id) VALUES (?, ?)", ((x.seq, x.id) for x in new))
-        marks = ", ".join("?" * 27)
+        marks = ", ".join("?" * 28)
         values = (_letter_row(line, first, latest, self._now) for line, first, latest in _both(new))
         connection.executemany(f"INSERT INTO letters VALUES ({marks})", values)
         marks = ", ".join("?" * 10)
         bodies = (rows.body_row(line.seq, first) for line, first, _ in _both(new))
         connection.executemany(f"INSERT INTO bodies VALUES ({marks})", bodies)
+        order.remember(connection, ((line.seq, first) for line, first, _ in _both(new)))
         _index(connection, new)
 
     def _update(self, connection: sqlite3.Connection, changed: list[_Line]) -> None:
@@ -227,6 +253,7 @@ def _letter_row(line: _Line, first: Letter, latest: Letter, now: Millis) -> tupl
         *when,
         rows.attributes_json(latest.attributes),
         rows.masked_json(latest.masked),
+        None if first.verified else order.content(first),
     )
 
 

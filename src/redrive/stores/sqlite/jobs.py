@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from redrive.clock import Millis
 from redrive.errors import BadRequest, LeaseConflict
@@ -18,7 +19,7 @@ from redrive.letter import Act, Kind, Letter, Outcome, Reason, State, StoredLett
 from redrive.message import Message
 from redrive.query import MAX_PAGE
 from redrive.stores.base import DEFAULT_WINDOW, Job, JobState, Refusal
-from redrive.stores.sqlite import audit, rows
+from redrive.stores.sqlite import audit, order, rows
 from redrive.stores.sqlite.file import File
 from redrive.stores.sqlite.ledger import count_items
 
@@ -38,7 +39,7 @@ AND state = 'replaying' AND job = ?
 """
 _CLAIM = """
 UPDATE letters SET state = 'replaying', hop = hop + 1, job = ?, sent_at = NULL, version = version + 1, updated_at = ?
-WHERE seq IN (SELECT value FROM json_each(?)) AND state = 'pending'
+WHERE seq IN (SELECT value FROM json_each(?)) AND state IN ('pending', 'held')
 """
 _OPEN = f"""
 {rows.STORED} JOIN identities i ON i.seq = l.seq JOIN job_items j ON j.letter = i.id
@@ -56,6 +57,7 @@ _JOB_MOVES = {
 }
 _UNREAD = Letter("", Message("", "", 0, "", 0, None, None), "", Kind.TRANSIENT, Reason.ADOPTED, "", "", 0, 0, 0)
 _OFFICE = "redrive"
+_MOST_RELEASED = 10_000
 
 
 class SqliteJobs:
@@ -76,7 +78,7 @@ class SqliteJobs:
             raise BadRequest(f"a window of {window} letters would never move")
         letters = list(dict.fromkeys(rows.clean(one) for one in ids))
         job = Job(
-            id=f"{now:011x}-{secrets.token_hex(5)}",
+            id=_new_id(now),
             act=Act(rows.clean(act.who), rows.clean(act.why)),
             state=JobState.RUNNING if letters else JobState.DONE,
             created_at=now,
@@ -84,8 +86,14 @@ class SqliteJobs:
             window=window,
             rate=rate,
         )
-        await self._file.write(lambda c: _create(c, job, letters))
-        return job
+        return await self._file.write(lambda c: _create(c, job, order.with_followers(c, letters)))
+
+    async def release_held(self, now: Millis, *, window: int = DEFAULT_WINDOW) -> Job | None:
+        if not await self._file.read(lambda c: order.released(c, 1)):
+            return None
+        act = Act(_OFFICE, "nothing stands before them any more")
+        job = Job(_new_id(now), act, JobState.RUNNING, now, 0, window)
+        return await self._file.write(lambda c: _release_held(c, job))
 
     async def get(self, job_id: str) -> Job | None:
         return await self._file.read(lambda c: _find(c, rows.clean(job_id)))
@@ -145,7 +153,17 @@ def _owned(connection: sqlite3.Connection, job_id: str, owner: str) -> Job:
     return job
 
 
-def _create(connection: sqlite3.Connection, job: Job, letters: list[str]) -> None:
+def _new_id(now: Millis) -> str:
+    return f"{now:011x}-{secrets.token_hex(5)}"
+
+
+def _release_held(connection: sqlite3.Connection, job: Job) -> Job | None:
+    letters = order.released(connection, _MOST_RELEASED)
+    return _create(connection, job, letters) if letters else None
+
+
+def _create(connection: sqlite3.Connection, job: Job, letters: list[str]) -> Job:
+    job = replace(job, total=len(letters))
     connection.execute(
         "INSERT INTO jobs (id, who, why, state, created_at, total, size, rate, window_start, window_end, sent, refused,"
         " resolved, died, owner, lease_until) VALUES (?, ?, ?, ?, ?, ?, ?, ?, 0, 0, 0, 0, 0, 0, '', 0)",
@@ -154,6 +172,7 @@ def _create(connection: sqlite3.Connection, job: Job, letters: list[str]) -> Non
     items = ((job.id, n, letter) for n, letter in enumerate(letters))
     connection.executemany("INSERT INTO job_items (job, n, letter) VALUES (?, ?, ?)", items)
     audit.append(connection, job.act, job.created_at, [(f"create replay {job.id} of {job.total}", "")])
+    return job
 
 
 def _set_state(
@@ -225,14 +244,29 @@ def _handed_out(connection: sqlite3.Connection, job: Job) -> list[StoredLetter]:
 def _open_window(connection: sqlite3.Connection, job: Job, now: Millis) -> tuple[Job, list[str]]:
     """Move the window, and claim its letters; one in which everything was refused is closed again at once."""
     end = min(job.window_end + job.window, job.total)
-    claim = _sorted_out(connection.execute(_ITEMS, (job.id, job.window_end, end)).fetchall())
+    items = connection.execute(_ITEMS, (job.id, job.window_end, end)).fetchall()
+    claim = _sorted_out([item for item in items if item[3] != State.HELD])
     connection.execute(_CLAIM, (job.id, now, rows.ids_json(claim.seqs)))
+    for item in items:
+        if item[3] == State.HELD:
+            _claim_held(connection, job, item, claim, now)
     _refuse(connection, job, claim.refused)
     connection.execute(
         "UPDATE jobs SET window_start = ?, window_end = ?, refused = refused + ? WHERE id = ?",
         (job.window_end if claim.seqs else end, end, len(claim.refused), job.id),
     )
     return _again(connection, job), claim.letters
+
+
+def _claim_held(connection: sqlite3.Connection, job: Job, item: tuple[Any, ...], claim: _Claim, now: Millis) -> None:
+    """In order: each may go once everything before it has gone."""
+    _, letter, seq, _, _ = item
+    if order.waits_behind(connection, seq):
+        claim.refused.append(Refusal(letter, "is held behind another letter of its key"))
+        return
+    connection.execute(_CLAIM, (job.id, now, rows.ids_json([seq])))
+    claim.seqs.append(seq)
+    claim.letters.append(letter)
 
 
 def _sorted_out(items: list[tuple[Any, ...]]) -> _Claim:

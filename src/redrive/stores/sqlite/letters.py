@@ -13,7 +13,7 @@ from redrive.errors import BadRequest
 from redrive.letter import MOVES, Act, Letter, State, StoredLetter
 from redrive.query import MAX_PAGE, Filter
 from redrive.stores.base import Count, Filed, Occurrence, Page, Recorded
-from redrive.stores.sqlite import audit, filing, rows
+from redrive.stores.sqlite import audit, filing, order, rows
 from redrive.stores.sqlite.file import File
 from redrive.stores.sqlite.search import search, write_cursor
 
@@ -32,6 +32,14 @@ class SqliteLetters:
         if not letters:
             return []
         return await self._file.write(lambda c: filing.file(c, letters, now))
+
+    async def hold(self, letters: Sequence[Letter], now: Millis) -> list[Filed]:
+        return await self._file.write(lambda c: filing.hold(c, letters, now))
+
+    async def blocked(self, source: str, group: str, keys: Sequence[bytes]) -> dict[bytes, int | None]:
+        lanes = {order.lane(source, group, key): key for key in keys}
+        found = await self._file.read(lambda c: order.blocked(c, list(lanes)))
+        return {lanes[lane]: place for lane, place in found.items()}
 
     async def get(self, letter_id: str) -> StoredLetter | None:
         return await self._file.read(lambda c: _get(c, rows.clean(letter_id)))
@@ -99,7 +107,7 @@ def _purge(connection: sqlite3.Connection, ids: Sequence[str], act: Act, now: Mi
         (rows.ids_json(ids), State.REPLAYING),
     ).fetchall()
     filing.unindex(connection, [(seq, filed_at, rows.attributes_of(values)) for _, seq, filed_at, values in gone])
-    for table in ("bodies", "occurrences"):
+    for table in ("bodies", "occurrences", "keyed"):
         connection.executemany(f"DELETE FROM {table} WHERE seq = ?", ((row[1],) for row in gone))
     connection.executemany("DELETE FROM recorded WHERE letter = ?", ((row[0],) for row in gone))
     connection.executemany("UPDATE identities SET purged_at = ? WHERE seq = ?", ((now, row[1]) for row in gone))

@@ -45,8 +45,10 @@ CREATE TABLE letters (
     filed_at INTEGER NOT NULL,
     updated_at INTEGER NOT NULL,
     attributes TEXT NOT NULL,
-    masked TEXT NOT NULL
+    masked TEXT NOT NULL,
+    content BLOB
 ) STRICT;
+CREATE INDEX letters_sent_unverified ON letters (content) WHERE state = 'replaying' AND content IS NOT NULL;
 CREATE INDEX letters_by_time ON letters (filed_at);
 CREATE INDEX letters_by_state ON letters (state, filed_at);
 CREATE INDEX letters_by_source ON letters (source, filed_at);
@@ -74,6 +76,13 @@ CREATE TABLE occurrences (
     facts BLOB NOT NULL,
     PRIMARY KEY (seq, hop)
 ) STRICT;
+
+CREATE TABLE keyed (
+    seq INTEGER PRIMARY KEY,
+    lane BLOB NOT NULL,
+    place INTEGER NOT NULL
+) STRICT;
+CREATE INDEX keyed_by_lane ON keyed (lane, place);
 
 CREATE TABLE attributes (
     digest BLOB NOT NULL,

@@ -171,7 +171,7 @@ class Redrive:
                 if not self._is_fresh:
                     self._assemble()
                 self._is_fresh = False
-                await self.parts.open()
+                await self._open_parts()
             self._users += 1
         try:
             yield self
@@ -179,6 +179,12 @@ class Redrive:
             self._users -= 1
             if self._users == 0:
                 await self.parts.close()
+
+    async def _open_parts(self) -> None:
+        try:
+            await self.parts.open()
+        except ConfigError as error:
+            raise (error.at(str(self.origin[0])) if self.origin else error) from None
 
     async def __aenter__(self) -> Redrive:
         self._contexts.append(self.opened())

@@ -22,6 +22,8 @@ TICKET = "redrive-ticket"
 LETTER = "redrive-letter"
 SIGNATURE = "redrive-signature"
 RESERVED = frozenset({TICKET, LETTER, SIGNATURE})
+BODY_AT_SOURCE = "body_at_source"
+"""The mark of a letter whose body its source still has."""
 
 
 class Ticket(Struct, frozen=True, omit_defaults=True):
@@ -119,7 +121,7 @@ def claimed(letter: Letter, claim: Claim) -> Letter:
 
 def at_source(letter: Letter) -> Letter:
     """The letter without its body, which its source still retains."""
-    return replace(letter, message=replace(letter.message, body=None), marks=(*letter.marks, "body_at_source"))
+    return replace(letter, message=replace(letter.message, body=None), marks=(*letter.marks, BODY_AT_SOURCE))
 
 
 def _adopted(message: Message, now: Millis, marks: tuple[str, ...]) -> Letter:

@@ -21,7 +21,14 @@ class ConfigError(RedriveError):
 
     def at(self, where: str) -> ConfigError:
         """The same error, naming this place where it names none."""
-        return self if self.where else ConfigError(self.problem, key=self.key, where=where, fix=self.fix)
+        if not self.where:
+            self.where = where
+            self.args = (f"{where}: {self}",)
+        return self
+
+
+class Unreachable(ConfigError):
+    """A broker, store or folder that a setting names does not answer at start."""
 
 
 class MissingExtra(ConfigError):

@@ -20,12 +20,14 @@ async def serve(
         async with app.opened():
             parts = (app.collector(), app.replayer(), server)
             tasks = [asyncio.create_task(run) for run in (parts[0].run(), parts[1].run(), server.serve([listener]))]
+            draining = asyncio.create_task(app.office.drain_spool())
             waiting = asyncio.create_task(stopping.wait())
             announce(address(listener))
             try:
                 await asyncio.wait([*tasks, waiting], return_when=asyncio.FIRST_COMPLETED)
             finally:
                 waiting.cancel()
+                draining.cancel()
                 for part in parts:
                     part.stop()
                 results = await asyncio.gather(*tasks, return_exceptions=True)

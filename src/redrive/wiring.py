@@ -6,7 +6,7 @@ import difflib
 import secrets
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from msgspec import Struct
 
@@ -18,7 +18,14 @@ from redrive.brokers.base import Broker
 from redrive.brokers.embedded import EmbeddedBroker
 from redrive.clock import Clock
 from redrive.config import Config
-from redrive.errors import ConfigError
+from redrive.errors import (
+    AttemptsUnavailable,
+    BrokerUnavailable,
+    ConfigError,
+    SpoolFailed,
+    StoreUnavailable,
+    Unreachable,
+)
 from redrive.keyring import Keyring, from_file
 from redrive.spool import Spool
 from redrive.sqlite import MEMORY
@@ -41,15 +48,19 @@ class Parts(Struct, frozen=True):
     async def open(self) -> None:
         """Open everything, or nothing: what was opened before a failure is closed again."""
         try:
-            await self.broker.open()
-            await self.attempts.open()
-            if self.store is not None:
-                await self.store.open()
+            await _reached("broker", self.broker)
+            await _reached("attempts", self.attempts)
+            await self.open_store()
             if self.spool is not None:
-                await self.spool.open()
+                await _reached("spool", self.spool)
         except BaseException:
             await self.close()
             raise
+
+    async def open_store(self) -> None:
+        """The store alone: letters can be looked at while the broker is down."""
+        if self.store is not None:
+            await _reached("store", self.store)
 
     async def close(self) -> None:
         if self.spool is not None:
@@ -60,6 +71,18 @@ class Parts(Struct, frozen=True):
             await self.blobs.close()
         await self.attempts.close()
         await self.broker.close()
+
+
+class _Openable(Protocol):
+    async def open(self) -> None: ...
+
+
+async def _reached(key: str, part: _Openable) -> None:
+    """Open it, or say which setting leads nowhere."""
+    try:
+        await part.open()
+    except (BrokerUnavailable, StoreUnavailable, AttemptsUnavailable, SpoolFailed) as error:
+        raise Unreachable(str(error), key=key, fix="check that it is there, and that its address is right") from error
 
 
 def build(config: Config, clock: Clock) -> Parts:

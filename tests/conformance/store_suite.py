@@ -245,6 +245,24 @@ class StoreSuite:
         assert found.letter.message.body == body
         assert (await store.letters.page(Filter())).rows[0].size == 10_000_000
 
+    async def test_a_body_at_its_source_stays_there_whatever_a_later_death_brings(self, store: Store) -> None:
+        """Otherwise a replay would take the missing body for a null one."""
+        known = letter(marks=("diagnostics_truncated", "body_at_source"))
+        known = replace(known, message=replace(known.message, body=None))
+        await store.letters.file([known], NOW)
+        await store.letters.file([again(known, 1, marks=("tampered",))], NOW)
+        found = await store.letters.get(known.id)
+        assert found
+        assert found.letter.marks == ("tampered", "body_at_source")
+
+    async def test_a_body_in_the_store_is_not_sought_at_the_source_after_a_later_death(self, store: Store) -> None:
+        known = letter()
+        await store.letters.file([known], NOW)
+        await store.letters.file([again(known, 1, marks=("body_at_source",))], NOW)
+        found = await store.letters.get(known.id)
+        assert found
+        assert (found.letter.marks, found.letter.message.body) == ((), known.message.body)
+
     async def test_a_claim_stays_with_the_body_it_stands_for(self, store: Store) -> None:
         claim = Claim("blob", 99, "ab" * 32)
         sent = letter(message=replace(letter().message, body=None), claim=claim)

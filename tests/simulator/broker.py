@@ -44,6 +44,7 @@ from simulator.world import Process, World
 NAME = "sim"
 RETRY_PARTITION = 1000
 RECOMMIT_SECONDS = 1.0
+TRACKER_LIMIT = 6
 
 
 class Record(Struct):
@@ -153,7 +154,7 @@ class LogLane(GroupLane):
         super().__init__(log, group)
         self.committed = 0
         self.index = 0
-        self.tracker = Tracker()
+        self.tracker = Tracker(limit=TRACKER_LIMIT)
 
     def begin(self) -> None:
         self.index = bisect_left(self.log.offsets, self.committed)
@@ -187,11 +188,13 @@ class LogLane(GroupLane):
 
 
 class SimServer:
-    """The broker itself: it survives every process. `is_log` chooses its kind."""
+    """The broker itself: it survives every process. `readers` must read everything, whether they live or not."""
 
-    def __init__(self, world: World, ledger: Ledger, *, is_log: bool, partitions: int, tracker_limit: int = 50) -> None:
+    def __init__(
+        self, world: World, ledger: Ledger, *, is_log: bool, partitions: int, readers: Sequence[Subscription]
+    ) -> None:
         self.world, self.ledger, self.is_log = world, ledger, is_log
-        self.partitions, self.tracker_limit = partitions, tracker_limit
+        self.partitions, self.readers = partitions, readers
         self.lease_seconds = world.rng.uniform(1.5, 4)
         self.max_bytes = world.rng.choice((None, None, None, 2500))
         self.topics: dict[str, list[Log]] = {}
@@ -201,6 +204,9 @@ class SimServer:
     def logs(self, topic: str) -> list[Log]:
         if topic not in self.topics:
             self.topics[topic] = [Log(topic, Lane(topic, number)) for number in range(self.partitions)]
+            for reader in self.readers:
+                if _wants(reader, topic):
+                    [self._lane(reader.group, log) for log in self.topics[topic]]
             for group in dict.fromkeys(stream.subscription.group for stream in self.streams):
                 self.rebalance(group)
         return self.topics[topic]
@@ -318,8 +324,6 @@ class SimServer:
         key = (group, log.topic, log.shown.partition)
         if key not in self.lanes:
             self.lanes[key] = LogLane(log, group) if self.is_log else QueueLane(log, group)
-            if isinstance(self.lanes[key], LogLane):
-                self.lanes[key].tracker.limit = self.tracker_limit
         return self.lanes[key]
 
 
@@ -577,6 +581,7 @@ class SimBroker:
                 if lease.generation == lease.lane.generation:
                     lease.lane.tracker.settle(lease.offset, lease.lane.tracker.generation)
                     lanes[lease.lane] = lease.generation
+        self.server.wake()  # a tracker that was full may have room again
         await self._commit(lanes)
         return results
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from random import Random
 from typing import Any
 
 from msgspec import Struct
 from prometheus_client import CollectorRegistry
 
-from redrive import collector, replayer
+from redrive import collector, replayer, reports
 from redrive import office as offices
 from redrive.breaker import BreakerPolicy
-from redrive.brokers.base import SourceSpec
+from redrive.brokers.base import SourceSpec, Subscription
 from redrive.collector import Collector
 from redrive.consumer import Consumer
 from redrive.errors import RedriveError
@@ -38,17 +38,20 @@ from simulator.world import Process, World
 
 SOURCE = "orders"
 GROUP = "billing"
+DEAD = "*.dlq"
 QUIET_SECONDS = 20.0
 DEADLINE = 400.0
 """Virtual seconds. What is not at rest by then is stuck."""
 METRICS = Metrics(CollectorRegistry())
 KEYRING = Keyring([b"the key of every simulated office"])
 INTERVALS = (
-    (slots, "WATCH_SECONDS", 0.5),
+    (slots, "WATCH_SECONDS", 1.0),
     (worker, "DRAIN_TICK", 0.1),
-    (replayer, "IDLE_SECONDS", 1.5),
-    (replayer, "LEASE_SECONDS", 4.0),
-    (offices, "DRAIN_SECONDS", 1.5),
+    (worker, "TEND_SECONDS", 2.0),
+    (reports, "FLUSH_SECONDS", 2.0),
+    (replayer, "IDLE_SECONDS", 2.0),
+    (replayer, "LEASE_SECONDS", 5.0),
+    (offices, "DRAIN_SECONDS", 2.0),
 )
 """How often the engine looks at things, scaled to histories of a minute; what it does then is untouched."""
 
@@ -124,7 +127,11 @@ class History:
         self.ledger = Ledger(KEYRING)
         self.plans = Plans(seed, self.setup.attempts, self.ledger, batch=self.setup.batch)
         self.server = SimServer(
-            self.world, self.ledger, is_log=self.setup.is_log, partitions=self.setup.partitions
+            self.world,
+            self.ledger,
+            is_log=self.setup.is_log,
+            partitions=self.setup.partitions,
+            readers=(Subscription((SOURCE,), GROUP), Subscription((DEAD, reports.REPORTS), collector.GROUP)),
         )
         self.office = self.office_type(self.world, self.ledger)
         self.counts = Counts()
@@ -144,7 +151,6 @@ class History:
                 world.loop.run_until_complete(self._play())
             finally:
                 self._bury_all()
-                world.loop.close()
         anomalies = check(self)
         digest = hashlib.sha256(repr(world.trace).encode()).hexdigest()
         return Verdict(
@@ -264,7 +270,7 @@ class History:
     async def _collect(self, process: Process) -> None:
         clock, store = VirtualClock(self.world.loop), SimStore(self.office, process)
         broker = self.broker_type(self.server, process)
-        one = Collector(broker, store, KEYRING, clock, METRICS, sources=["*.dlq"], tell=lambda notice: None)
+        one = Collector(broker, store, KEYRING, clock, METRICS, sources=[DEAD], tell=lambda notice: None)
         self._stops[process.name] = one.stop
         await one.run()
 
@@ -300,8 +306,8 @@ class History:
     async def _operate(self, people: Process) -> None:
         """People look at letters and act on them while everything fails, and once more when it is mended."""
         rng = self.world.rng
-        for _ in range(rng.randint(2, 6)):
-            await asyncio.sleep(rng.uniform(0.5, 5))
+        for _ in range(rng.randint(3, 9)):
+            await asyncio.sleep(rng.uniform(0.2, 3))
             await self._act(people, rng)
         await asyncio.sleep(max(self.world.heals_at + 1 - self.world.loop.time(), 0))
         await self._until_settled()
@@ -338,18 +344,13 @@ class History:
             return
         job, act = rng.choice(running), Act("people")
         to = JobState.CANCELLED if verb == "cancel" else JobState.PAUSED
-        await store.set_state(job, JobState.RUNNING, to, act, self.world.now)
-        if to is JobState.PAUSED:
-            await asyncio.sleep(rng.uniform(0, 6))
-            while not await self._resumed(store, job):
-                await asyncio.sleep(0.5)
-
-    async def _resumed(self, store: SimStore, job: str) -> bool:
-        try:
-            await store.set_state(job, JobState.PAUSED, JobState.RUNNING, Act("people"), self.world.now)
-        except RedriveError:
-            return False
-        return True
+        with suppress(RedriveError):
+            await store.set_state(job, JobState.RUNNING, to, act, self.world.now)
+        await asyncio.sleep(rng.uniform(0, 6) if to is JobState.PAUSED else 0)
+        while self.office.jobs[job].job.state is JobState.PAUSED:
+            with suppress(RedriveError):
+                await store.set_state(job, JobState.PAUSED, JobState.RUNNING, act, self.world.now)
+            await asyncio.sleep(0.5)
 
     async def _torment(self) -> None:
         """Leases that run out under the living, messages handed out twice, and rolling restarts."""

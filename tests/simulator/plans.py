@@ -14,13 +14,14 @@ from redrive.message import Message
 from simulator.ledger import ID, Ledger, Produced, id_of
 from simulator.world import Dead, Process
 
-TIMEOUT = 2.0
+TIMEOUT = 4.0
 NEVER = 1e9
 
 SHARES = {
     "ok": 40,
     "flaky": 12,
-    "broken": 16,
+    "broken": 12,
+    "moody": 12,
     "permanent": 8,
     "unreadable": 4,
     "slow": 4,
@@ -105,7 +106,7 @@ class Plans:
         world.note(process.name, "runs", name, plan.what)
         if plan.takes:
             await asyncio.sleep(plan.takes * (0.5 + world.rng.random()))
-        if not self._is_mended(plan, name, world.loop.time()):
+        if not self._goes_well(plan, name, world.loop.time()):
             await self._fail(plan, name)
         if plan.what in ("discard", "recorded"):
             self._ledger.ended[name] = plan.what
@@ -115,14 +116,15 @@ class Plans:
         world.note(process.name, "handled", name)
         return recorded("odd") if plan.what == "recorded" else None
 
-    def _is_mended(self, plan: Plan, name: str, now: float) -> bool:
-        if plan.what in ("flaky", "patient"):
-            return self._ledger.runs[name] > plan.times
-        return now >= plan.mended_at
+    def _goes_well(self, plan: Plan, name: str, now: float) -> bool:
+        run = self._ledger.runs[name]
+        if plan.what == "moody":
+            return Random(f"{self._seed}/{name}/{run}").random() < 0.4
+        return run > plan.times if plan.what in ("flaky", "patient") else now >= plan.mended_at
 
     async def _fail(self, plan: Plan, name: str) -> None:
         match plan.what:
-            case "flaky" | "broken":
+            case "flaky" | "broken" | "moody":
                 raise ConnectionError(f"{name} meets a provider that is down")
             case "permanent":
                 raise ValueError(f"{name} is wrong")

@@ -14,6 +14,7 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from redrive.attempts.base import Span
+from redrive.codec import BODY_AT_SOURCE
 from redrive.errors import AttemptsUnavailable, BlobsUnavailable, LeaseConflict, SpoolFailed, StoreUnavailable
 from redrive.letter import MOVES, Act, Letter, Outcome, Reason, State, StoredLetter, after_death, after_outcome
 from redrive.stores.base import DEFAULT_WINDOW, Filed, Filing, Job, JobState, Refusal, Report
@@ -40,7 +41,9 @@ class Row(Struct):
     resolved_by: str = ""
 
     def stored(self) -> StoredLetter:
-        letter = replace(self.latest, id=self.id, message=self.first.message, claim=self.first.claim)
+        marks = tuple(one for one in self.latest.marks if one != BODY_AT_SOURCE)
+        marks = (*marks, BODY_AT_SOURCE) if BODY_AT_SOURCE in self.first.marks else marks
+        letter = replace(self.latest, id=self.id, message=self.first.message, claim=self.first.claim, marks=marks)
         life = (self.state, self.version, self.hop, len(self.hops), self.filed_at, self.filed_at)
         return StoredLetter(letter, *life, self.confirmed_hop, self.job)
 

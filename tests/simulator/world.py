@@ -60,6 +60,9 @@ class Process:
         context.run(_process.set, self)
         return context.run(self.world.loop.create_task, main)
 
+    def ended(self, task: asyncio.Task[Any]) -> None:
+        self.tasks.pop(task, None)
+
     def kill(self) -> None:
         if not self.alive:
             return
@@ -73,15 +76,28 @@ class Process:
 _process: ContextVar[Process] = ContextVar("process")
 
 
+class WorldLoop(VirtualLoop):
+    """Knows whose task each task is."""
+
+    def create_task(self, work: Coroutine[Any, Any, Any], **options: Any) -> asyncio.Task[Any]:
+        task = super().create_task(work, **options)
+        owner = _process.get(None)
+        if owner is not None:
+            if owner.alive:
+                owner.tasks[task] = None
+                task.add_done_callback(owner.ended)
+            else:
+                task.cancel()
+        return task
+
+
 class World:
     """Decides the fate of every call, counts the misfortunes, and keeps the trace."""
 
     def __init__(self, seed: int, *, keep_trace: bool = False) -> None:
         self.seed = seed
         self.rng = Random(seed)
-        self.loop = VirtualLoop()
-        self.loop.set_task_factory(_owned_task)
-        self.loop.set_exception_handler(lambda _, context: self._unhandled(context))
+        self.loop = WorldLoop(self._unhandled)
         self.fates = self.rng.choice(PROFILES)
         self.heals_at = 0.0 if self.fates is CALM else self.rng.uniform(4, 14)
         self.outages = [self._outage() for _ in range(self.rng.choice((0, 0, 1, 2)))] if self.heals_at else []
@@ -197,18 +213,6 @@ class World:
         error = context.get("exception")
         if not isinstance(error, Dead | RedriveError):
             self.defects.append(f"{context.get('message')}: {error!r}")
-
-
-def _owned_task(loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> asyncio.Task[Any]:
-    task: asyncio.Task[Any] = asyncio.Task(work, loop=loop, **options)
-    owner = _process.get(None)
-    if owner is not None:
-        if owner.alive:
-            owner.tasks[task] = None
-            task.add_done_callback(lambda ended: owner.tasks.pop(ended, None))
-        else:
-            task.cancel()
-    return task
 
 
 def _brief(result: Any) -> str:

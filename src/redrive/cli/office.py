@@ -28,7 +28,7 @@ async def at_desk(app: Redrive) -> AsyncIterator[Desk]:
     """The desk with nothing open but the store: letters can be read while the broker is down."""
     desk, store = app.desk(), app.parts.store
     assert store is not None
-    await store.open()
+    await app.parts.open_store()
     try:
         yield desk
     finally:

@@ -12,7 +12,7 @@ EXIT_CODES = """exit codes:
   0  done, or stopped cleanly
   1  unexpected: a defect in redrive or in your code
   2  bad usage or configuration; the message names the key, the file and the fix
-  3  a broker or a store is unavailable at start
+  3  a broker or a store went away
   4  the worker must be replaced: too many handler threads hang beyond their limit
   5  the letter does not exist, or its state forbids the move
 """

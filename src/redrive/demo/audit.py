@@ -29,6 +29,7 @@ class Verdict(Struct, frozen=True):
     lost: tuple[str, ...]
     duplicated: int
     explained: int
+    under_way: int = 0
     problems: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
@@ -42,8 +43,13 @@ def audit(
     letters: Sequence[StoredLetter],
     replayed: Collection[str] = (),
     killed: Collection[int] = (),
+    under_way: int = 0,
 ) -> Verdict:
-    """Account for every message. `replayed` are the ids of letters sent back, `killed` the processes we killed."""
+    """Account for every message.
+
+    `replayed` are the ids of letters sent back, `killed` the processes we killed; `under_way` says how many
+    messages the broker still has, nobody knows which.
+    """
     sent = {one.id: one for one in produced}
     handled = Counter(entry.order for entry in entries if entry.outcome == HANDLED)
     known = [stored for stored in letters if order_of(stored) in sent]
@@ -51,7 +57,7 @@ def audit(
     lost = sorted(sent.keys() - handled.keys() - waiting)
     extra = needless(entries)
     problems = {
-        "lost, neither handled nor an open letter": lost,
+        "neither handled nor an open letter": lost,
         "handled, but never produced": sorted(handled.keys() - sent.keys()),
         "letters of messages that were never produced": [s.id for s in letters if order_of(s) not in sent],
         "messages with more than one letter": _repeated(order_of(stored) for stored in known),
@@ -70,6 +76,7 @@ def audit(
         lost=tuple(lost),
         duplicated=len(extra),
         explained=sum(entry.pid in killed for entry in extra),
+        under_way=under_way,
         problems={name: tuple(ids) for name, ids in problems.items() if ids},
     )
 
@@ -135,7 +142,7 @@ def table(verdict: Verdict) -> str:
         ("replayed", verdict.replayed, ""),
         ("resolved", verdict.resolved, ""),
         ("still pending", verdict.pending, "open letters, for a person to decide"),
-        ("lost", len(verdict.lost), ""),
+        ("lost", len(verdict.lost), f"or among {verdict.under_way} with the broker" if verdict.under_way else ""),
         ("duplicated", verdict.duplicated, _explanation(verdict)),
     ]
     return "\n".join(f"  {name:<16}{count:>6}   {note}".rstrip() for name, count, note in rows)

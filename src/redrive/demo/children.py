@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from redrive.errors import RedriveError
 
 STOP_SECONDS = 4.0
 TAIL_LINES = 15
+_NOTICE = re.compile(r" WARNING redrive\.office: \w+: (.*)")
 
 
 class ChildDied(RedriveError):
@@ -30,6 +32,7 @@ class Child:
 
     def __init__(self, name: str, process: subprocess.Popen[bytes], place: Place) -> None:
         self.name, self.process, self.place = name, process, place
+        self._seen = 0
 
     @property
     def pid(self) -> int:
@@ -39,6 +42,14 @@ class Child:
     def tail(self) -> str:
         text = log_of(self.place, self.name).read_text("utf-8", "replace")
         return "\n".join(f"    {line}" for line in text.splitlines()[-TAIL_LINES:])
+
+    def notices(self) -> list[str]:
+        """What its office told people since the last call."""
+        with log_of(self.place, self.name).open("rb") as log:
+            log.seek(self._seen)
+            whole, newline, _ = log.read().rpartition(b"\n")
+        self._seen += len(whole) + len(newline)
+        return _NOTICE.findall(whole.decode("utf-8", "replace"))
 
     def kill(self) -> None:
         """SIGKILL, and wait until the kernel has buried it."""
@@ -85,6 +96,9 @@ class Children:
             code = child.process.poll()
             if code is not None:
                 raise ChildDied(child.name, code, child.tail)
+
+    def notices(self) -> list[tuple[str, str]]:
+        return [(child.name, notice) for child in self._living for notice in child.notices()]
 
     def stop(self) -> list[Child]:
         """Ask all of them to end, kill those that do not, and say which did not end well."""

@@ -13,6 +13,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from redrive import Redrive, delays
+from redrive.demo.deck import FOREIGN_BANK
 from redrive.demo.ledger import Ledger
 from redrive.demo.place import Place
 
@@ -36,7 +37,7 @@ class Payment(Struct):
     id: str
     card: str
     amount: int
-    flaky: bool
+    bank: str
 
 
 @app.consumer(
@@ -55,13 +56,16 @@ async def accept_order(order: Order) -> None:
 
 @app.consumer(
     "payments", group="shop", attempts=4, backoff=delays([0.3, 0.6, 1.2]), timeout=5, concurrency=8,
+    breaker={"failures": 8, "window": 10, "ratio": 1.0, "cooldown": 0.5, "longest_cooldown": 2},
     attributes={"order": "header:order-id", "card": "body:card"}, masked=["card"], message_type="header:type",
 )  # fmt: skip
 def charge_card(payment: Payment) -> None:
-    """The provider is down at times, and for some cards it answers only when asked a third time."""
+    """The provider is down at times; one bank answers only when asked again, and release 1 calls another wrongly."""
     with ledger.run(payment.id) as run:
         time.sleep(WORK_SECONDS)
         if place.provider_is_down:
             raise ConnectionError("payment provider: connection refused")
-        if payment.flaky and run <= FLAKY_RUNS:
-            raise TimeoutError("payment provider: no answer within 30 s")
+        if payment.bank == "flaky" and run <= FLAKY_RUNS:
+            raise TimeoutError("payment provider: no answer from the bank within 30 s")
+        if payment.bank == "foreign" and not place.is_mended:
+            raise TimeoutError("payment provider: no answer from the foreign bank within 30 s")

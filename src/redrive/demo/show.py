@@ -25,9 +25,9 @@ from redrive.letter import State
 from redrive.query import Filter
 
 HOME = Path("redrive-data/demo")
-A_SECOND = 4
+A_SECOND = 6
 STATUS_EVERY = 5
-OUTAGE_EVERY, OUTAGE_FROM, OUTAGE_UNTIL = 60, 15, 25
+OUTAGE_EVERY, OUTAGE_FROM, OUTAGE_UNTIL = 90, 20, 50
 
 
 class Show:
@@ -46,6 +46,7 @@ class Show:
         self._stage.children.check()
         self._weather(number)
         await self._stage.produce(A_SECOND)
+        self._stage.pass_on_notices()
         await self._tell_deaths()
         await self._tell_resolved()
         if number % STATUS_EVERY == 0:
@@ -58,7 +59,7 @@ class Show:
             self._stage.say(f"{child.name} was killed; {self._stage.children.start_worker().name} takes over")
 
     def _weather(self, number: int) -> None:
-        """The provider has an outage every minute, and a person may deploy release 2."""
+        """The provider has an outage now and then, and a person may deploy release 2."""
         place, moment = self._stage.place, number % OUTAGE_EVERY
         if moment == OUTAGE_FROM:
             place.outage.touch()
@@ -147,7 +148,7 @@ def _where_to_look(place: Place, front: Front, workers: list[Child]) -> str:
     first, second = (worker.pid for worker in workers)
     return f"""
   An order service is at work in two processes, {first} and {second}, and not everything goes well.
-  The payment provider goes down for {OUTAGE_UNTIL - OUTAGE_FROM} s every minute. Ctrl-C stops everything.
+  The payment provider goes down for {OUTAGE_UNTIL - OUTAGE_FROM} s out of every {OUTAGE_EVERY}. Ctrl-C stops everything.
 
   look        export REDRIVE_CONFIG={_short(place.config)}
               {redrive} letters --state pending

@@ -45,10 +45,16 @@ class Stage:
         if refused:
             raise BrokerUnavailable(self.app.parts.broker.name, "publish", refused[0])
 
+    def pass_on_notices(self) -> None:
+        """Say what the processes told their own operators since the last call."""
+        for name, notice in self.children.notices():
+            self.say(f"{name}: {notice}")
+
     async def until(self, what: str, come: Callable[[], Awaitable[bool]]) -> None:
         """Wait for it, and for nothing any more once a process has died."""
         self.waiting_for = what
         while not await come():
+            self.pass_on_notices()
             self.children.check()
             await asyncio.sleep(LOOK_SECONDS)
         self.waiting_for = ""

@@ -34,6 +34,8 @@ _NO_MESSAGE = Message("", "", 0, "", 0, None, None)
 _pack = msgspec.msgpack.Encoder().encode
 _facts = msgspec.msgpack.Decoder(Letter).decode
 _claim = msgspec.msgpack.Decoder(Claim).decode
+_AT_SOURCE = b""
+"""In place of a claim: the body was left at the source."""
 _json = msgspec.json.Encoder().encode
 _names = msgspec.json.Decoder(tuple[str, ...]).decode
 _values = msgspec.json.Decoder(dict[str, str]).decode
@@ -102,7 +104,7 @@ def _is_storable(letter: Letter) -> bool:
 
 def body_row(seq: int, letter: Letter) -> tuple[Any, ...]:
     m = letter.message
-    claim = _pack(letter.claim) if letter.claim else None
+    claim = _pack(letter.claim) if letter.claim else _AT_SOURCE if BODY_AT_SOURCE in letter.marks else None
     where = (_exact(m.broker), _exact(m.source), clamp(m.partition), _exact(m.position), clamp(m.timestamp))
     return (seq, *where, claim, m.key, _pack_headers(m.headers), m.body)
 
@@ -151,14 +153,22 @@ def _humps(name: str) -> str:
 def stored(row: tuple[Any, ...]) -> StoredLetter:
     """From a row of STORED: the latest death, around the message as it was first filed."""
     id_, state, version, hop, occurrences, filed_at, updated_at, confirmed_hop, job, first, facts, claim = row[:12]
+    latest = _facts(facts)
     letter = replace(
-        _facts(facts),
+        latest,
         message=_message(row[12:]),
         first_attempt_at=first,
-        claim=None if claim is None else _claim(claim),
+        marks=_marks(latest.marks, at_source=claim == _AT_SOURCE),
+        claim=_claim(claim) if claim else None,
     )
     life = (State(state), version, hop, occurrences, filed_at, updated_at, confirmed_hop, job)
     return StoredLetter(letter, *life) if letter.id == id_ else StoredLetter(replace(letter, id=id_), *life)
+
+
+def _marks(marks: tuple[str, ...], *, at_source: bool) -> tuple[str, ...]:
+    """Where the body is was said by the first death, which brought it; the rest by the latest."""
+    rest = tuple(mark for mark in marks if mark != BODY_AT_SOURCE)
+    return (*rest, BODY_AT_SOURCE) if at_source else rest
 
 
 def _message(row: tuple[Any, ...]) -> Message:

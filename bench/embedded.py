@@ -18,14 +18,14 @@ from pathlib import Path
 from time import perf_counter, process_time
 from typing import Any
 
+from msgspec.structs import replace
+
 from bench.harness import Measure, limit, measured, race
 from bench.nothing import NothingBroker, batches
-from msgspec.structs import replace
 from redrive import Redrive
 from redrive.brokers.base import Ack, Batch, Broker, Subscription
 from redrive.brokers.embedded import EmbeddedBroker
 from redrive.classify import failure_of, rules
-from redrive.clock import SystemClock
 from redrive.consumer import Consumer, judge
 from redrive.handlers import handler_for
 from redrive.letter import Attempt, Environment, Failure, Kind, Letter, Reason, identity
@@ -68,7 +68,7 @@ def runtime(number: int = 10_000) -> Sequence[Measure]:
 
 @limit("embedded.overhead", subject="runtime on a broker that costs nothing", target=5.0, unit="us CPU/message")
 def overhead(number: int = 60_000) -> Sequence[Measure]:
-    """Everything of the runtime but a broker: the CPU time of the whole process, which a busy machine changes little."""
+    """The CPU time of the whole process, which a busy machine changes little; all parts but the broker are real."""
     prepared = batches(number, size=500, source=SOURCE, group="overhead", body=bytes(1024))
 
     async def subject() -> float:
@@ -278,6 +278,7 @@ def serve() -> Sequence[Measure]:
                 return perf_counter() - begin
             finally:
                 process.terminate()
+                process.communicate()
 
     return [subject]
 

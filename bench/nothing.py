@@ -10,12 +10,12 @@ from redrive.brokers.base import (
     Abilities,
     Assigned,
     Batch,
+    Confirmed,
     Delivery,
     Depth,
     Event,
     Lane,
     PublishResult,
-    Refused,
     Settled,
     Settlement,
     SettleResult,
@@ -56,7 +56,7 @@ class NothingBroker:
         return [_SETTLED] * len(settlements)
 
     async def publish(self, copies: Sequence[Copy]) -> list[PublishResult]:
-        return [Refused("it publishes nothing")] * len(copies)
+        return [Confirmed("")] * len(copies)
 
     async def ensure(self, sources: Sequence[SourceSpec]) -> None: ...
 

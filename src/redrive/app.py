@@ -19,7 +19,7 @@ from prometheus_client import CollectorRegistry
 from redrive import classify, config, reports
 from redrive.brokers.base import PublishResult, SourceSpec
 from redrive.classify import Matcher
-from redrive.clock import Clock, SystemClock
+from redrive.clock import Clock, Millis, SystemClock
 from redrive.collector import Collector
 from redrive.config import Config, ConsumerSettings
 from redrive.consumer import DEFAULT_DEAD_LETTER, Consumer, as_glob
@@ -69,6 +69,7 @@ class Redrive:
         self._assemble()
         self._rng = Random()  # noqa: S311 - jitter needs no secret
         self._workers: list[Worker] = []
+        self.reporter: reports.Reporter | None = None
         self._users = 0
         self._opening = asyncio.Lock()
         self._contexts: list[AbstractAsyncContextManager[Redrive]] = []
@@ -201,12 +202,12 @@ class Redrive:
             check_against(consumer, self.parts.broker.can)
         async with self.opened():
             await self._ensure()
-            reporter = self._reporter()
+            reporter = self.reporter = self._reporter()
             engine = self._engine(reporter)
             self._workers = [Worker(consumer, engine) for consumer in self.consumers]
             side = [asyncio.create_task(job) for job in (reporter.run(), self.office.drain_spool())]
             try:
-                await _all_or_first_error(self._workers)
+                await _all_or_first_error(self._workers, side)
             finally:
                 for task in side:
                     task.cancel()
@@ -217,6 +218,11 @@ class Redrive:
         """Finish what runs, settle it, and let `work` return."""
         for worker in self._workers:
             worker.stop()
+
+    def due(self) -> Millis | None:
+        """When its workers have something to do: now, later, or None until a message comes. The test kit asks this."""
+        dues = [worker.due() for worker in self._workers]
+        return min((due for due in dues if due is not None), default=None) if dues else self.clock.now()
 
     async def _ensure(self) -> None:
         plain = [(c, s) for c in self.consumers for s in c.sources if not any(sign in s for sign in _GLOB)]
@@ -285,7 +291,7 @@ class Redrive:
         """Send one message: bytes as they are, text as UTF-8, anything else as JSON."""
         raw_key = key.encode() if isinstance(key, str) else key
         async with self.opened():
-            [result] = await self.parts.broker.publish([Copy(source, raw_key, _as_bytes(body), headers)])
+            [result] = await self.parts.broker.publish([Copy(source, raw_key, as_bytes(body), headers)])
         return result
 
     async def dead_letter(
@@ -359,7 +365,7 @@ class Redrive:
         if isinstance(given, Message):
             return given
         position = uuid.uuid4().hex
-        return Message(self.parts.broker.name, source, 0, position, self.clock.now(), None, _as_bytes(given))
+        return Message(self.parts.broker.name, source, 0, position, self.clock.now(), None, as_bytes(given))
 
 
 class Letters:
@@ -391,15 +397,16 @@ class Letters:
             return await self._app.desk().statistics()
 
 
-async def _all_or_first_error(workers: Sequence[Worker]) -> None:
+async def _all_or_first_error(workers: Sequence[Worker], beside: Sequence[asyncio.Task[None]]) -> None:
+    """Workers end together. What runs beside them ends only by an error, which must not stay unheard."""
     tasks = [asyncio.create_task(worker.run()) for worker in workers]
     try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        await asyncio.wait([*tasks, *beside], return_when=asyncio.FIRST_COMPLETED)
     finally:
         for worker in workers:
             worker.stop()
         results = await asyncio.gather(*tasks, return_exceptions=True)
-    for result in results:
+    for result in (*results, *(task.exception() for task in beside if task.done())):
         if isinstance(result, BaseException):
             raise result
 
@@ -415,7 +422,7 @@ def _environment(settings: Config) -> Environment:
     return Environment(socket.gethostname(), os.getpid(), settings.service, settings.version, settings.environment)
 
 
-def _as_bytes(body: Any) -> bytes | None:
+def as_bytes(body: Any) -> bytes | None:
     if body is None or isinstance(body, bytes):
         return body
     return body.encode() if isinstance(body, str) else msgspec.json.encode(body)

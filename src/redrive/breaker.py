@@ -12,6 +12,8 @@ from redrive.errors import ConfigError
 from redrive.letter import Kind
 
 COUNTED = frozenset({Kind.TRANSIENT, Kind.TIMEOUT})
+PROBES = 3
+"""Runs that must go well, one after the other, before a breaker closes: one may be luck while most still fail."""
 
 
 class BreakerState(StrEnum):
@@ -23,9 +25,10 @@ class BreakerState(StrEnum):
 class BreakerPolicy(Struct, frozen=True):
     """`failures` distinct messages failing, and at least `ratio` of the last `window` runs, open the breaker.
 
-    It lets one message through after `cooldown` seconds, twice as long after each probe that fails, up to
-    `longest_cooldown`. `dead_ratio` of the last `dead_window` messages becoming letters opens it too: that is a
-    deploy gone wrong. Only the kinds in `counted` count: a bug in a message is no outage.
+    A message that fails again and again counts once, by its last run. The open breaker lets one message at a time
+    through after `cooldown` seconds, twice as long after each probe that fails, up to `longest_cooldown`.
+    `dead_ratio` of the last `dead_window` messages becoming letters opens it too: that is a deploy gone wrong. Only
+    the kinds in `counted` count: a bug in a message is no outage.
     """
 
     failures: int = 10
@@ -50,7 +53,11 @@ class BreakerPolicy(Struct, frozen=True):
 
 
 class Breaker:
-    """One source's breaker. Ask `state` before a run, tell it how the run ended."""
+    """One worker's breaker. Ask `state` before a run, tell it how the run ended.
+
+    It promises that an outage costs at most `failures` messages a counted run: whatever fails while it is open is
+    excused, and only runs that began as probes can close it.
+    """
 
     def __init__(self, policy: BreakerPolicy) -> None:
         self._policy = policy
@@ -58,6 +65,7 @@ class Breaker:
         self._ends: deque[bool] = deque(maxlen=policy.dead_window)
         self._opened_at: Millis | None = None
         self._cooldown = policy.cooldown
+        self._passed = 0
 
     def state(self, now: Millis) -> BreakerState:
         if self._opened_at is None:
@@ -69,31 +77,42 @@ class Breaker:
         """When the next probe may run; meaningless while closed."""
         return (self._opened_at or 0) + round(self._cooldown * 1000)
 
-    def succeeded(self, now: Millis) -> bool:
+    @property
+    def is_open(self) -> bool:
+        """Whether it is open or probing."""
+        return self._opened_at is not None
+
+    def succeeded(self, started: Millis) -> bool:
         """A run went well; True when that closes the breaker. One already under way when it opened does not."""
-        if self.state(now) is BreakerState.PROBING:
-            self._recent.clear()
-            self._ends.clear()
-            self._opened_at, self._cooldown = None, self._policy.cooldown
-            return True
         if self._opened_at is None:
             self._recent.append(None)
             self._ends.append(False)
-        return False
+            return False
+        if started < self.probe_at:
+            return False
+        self._passed += 1
+        if self._passed < PROBES:
+            return False
+        self._recent.clear()
+        self._ends.clear()
+        self._opened_at, self._cooldown, self._passed = None, self._policy.cooldown, 0
+        return True
 
     def failed(self, message: str, kind: Kind, now: Millis) -> bool:
         """A run failed; True when that opens the breaker, or keeps it open after a probe."""
         if kind not in self._policy.counted:
             return False
         if self.state(now) is BreakerState.PROBING:
-            self._opened_at = now
+            self._opened_at, self._passed = now, 0
             self._cooldown = min(self._cooldown * 2, self._policy.longest_cooldown)
             return True
         if self._opened_at is not None:
             return False
+        if message in self._recent:
+            self._recent.remove(message)
         self._recent.append(message)
-        bad = [one for one in self._recent if one is not None]
-        if len(set(bad)) >= self._policy.failures and len(bad) >= self._policy.ratio * len(self._recent):
+        bad = len(self._recent) - self._recent.count(None)
+        if bad >= self._policy.failures and bad >= self._policy.ratio * len(self._recent):
             self._opened_at = now
             return True
         return False

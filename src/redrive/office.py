@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable, Sequence
 
@@ -117,14 +118,13 @@ class Office:
 
     async def drain_spool(self) -> None:
         """Bring spooled letters to the store as soon as it answers, in order. Runs until cancelled."""
-        if self._spool is None or self._store is None:
-            return
-        while True:
+        while self._spool is not None and self._store is not None:
             try:
                 await self.drain_once()
             except (StoreUnavailable, SpoolFailed) as error:
                 log.warning("the spool cannot be drained yet: %s", error)
             await self._clock.sleep(DRAIN_SECONDS)
+        await asyncio.Event().wait()
 
     async def drain_once(self) -> int:
         """How many letters went from the spool to the store."""

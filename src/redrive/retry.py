@@ -66,7 +66,10 @@ class Backoff(Struct, frozen=True):
             return LONGEST_DELAY if self.base else 0.0
 
     def longest(self, runs: int) -> float:
-        return max((self.delay(run) for run in range(1, max(runs, 2))), default=0.0)
+        """The longest delay of so many runs: of a list any may be, of the other shapes the first or the last."""
+        last = max(runs - 1, 1)
+        tried = range(1, min(last, len(self.delays)) + 1) if self.shape == "list" else (1, last)
+        return max(self.delay(run) for run in tried)
 
 
 def constant(seconds: float, *, jitter: float = 0.0) -> Backoff:

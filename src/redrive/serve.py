@@ -24,15 +24,15 @@ async def serve(
             waiting = asyncio.create_task(stopping.wait())
             announce(address(listener))
             try:
-                await asyncio.wait([*tasks, waiting], return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait([*tasks, draining, waiting], return_when=asyncio.FIRST_COMPLETED)
             finally:
                 waiting.cancel()
                 draining.cancel()
                 for part in parts:
                     part.stop()
-                results = await asyncio.gather(*tasks, return_exceptions=True)
+                results = await asyncio.gather(*tasks, draining, return_exceptions=True)
     for result in results:
-        if isinstance(result, BaseException):
+        if isinstance(result, BaseException) and not isinstance(result, asyncio.CancelledError):
             raise result
 
 

@@ -15,7 +15,7 @@ import pytest
 from msgspec.structs import replace
 
 from redrive.demo.audit import audit, complaints, table
-from redrive.demo.deck import HUNDRED, Deck, Produced
+from redrive.demo.deck import HUNDRED, PAYMENTS, Deck, Produced
 from redrive.demo.ledger import BEGAN, HANDLED, Entry, Ledger, Reader, unfinished
 from redrive.letter import Kind, Letter, Reason, State, StoredLetter, identity
 from redrive.message import Message
@@ -92,7 +92,16 @@ def test_the_check_sees_every_way_to_fail_and_a_kill_in_the_middle(check: subpro
     found = counts(check.stdout)
     assert all(found[kind] > 0 for kind in ("transient", "permanent", "unreadable", "timeout", "retried"))
     assert found["duplicated"] > 0
-    assert re.search(r"worker 2 is killed with SIGKILL, \d+ handler", check.stdout)
+    assert re.search(r"worker \d is killed with SIGKILL, [1-9]\d* handler", check.stdout)
+
+
+def test_the_check_sees_that_an_outage_pauses_a_source_and_makes_no_flood_of_letters(
+    check: subprocess.CompletedProcess[str],
+) -> None:
+    assert "charge_card pauses: ConnectionError" in check.stdout
+    assert "charge_card goes on" in check.stdout
+    payments = 3 * sum(HUNDRED[story] for story in PAYMENTS)
+    assert counts(check.stdout)["transient"] < payments / 4
 
 
 def test_the_check_leaves_nothing_behind(check: subprocess.CompletedProcess[str], home: Path) -> None:
@@ -120,6 +129,16 @@ def test_the_check_fails_when_it_is_interrupted_and_stops_what_it_started(tmp_pa
         read_until(demo, "the office is open")
         demo.send_signal(signal.SIGINT)
         read_until(demo, "it was interrupted")
+        read_until(demo, "the check failed")
+    assert demo.returncode == 1
+    assert processes_that_mention(tmp_path) == []
+
+
+def test_the_check_fails_when_nobody_reads_its_count(tmp_path: Path) -> None:
+    with started(CHECK, tmp_path) as demo:
+        read_until(demo, "two workers start")
+        assert demo.stdout is not None
+        demo.stdout.close()
     assert demo.returncode == 1
     assert processes_that_mention(tmp_path) == []
 
@@ -158,6 +177,11 @@ def test_a_message_that_was_neither_handled_nor_filed_is_lost_and_named() -> Non
     assert verdict.lost == (THIRD.id,)
     assert not verdict.ok
     assert THIRD.id in complaints(verdict)[0]
+
+
+def test_what_the_broker_still_has_is_not_called_lost_without_saying_so() -> None:
+    assert "or among 2 with the broker" in table(audit(ALL, ran(FIRST), [], under_way=2))
+    assert "with the broker" not in table(audit(ALL, ran(FIRST), []))
 
 
 def test_a_handler_that_only_began_has_not_handled() -> None:

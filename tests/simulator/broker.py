@@ -138,9 +138,10 @@ class QueueLane(GroupLane):
 
     def abandon(self, ledger: Ledger) -> None:
         """What its owner had in flight is handed out again, with the headers it had."""
+        taken_from = ledger.zombies if self.owner is not None and self.owner.process.alive else ledger.abandoned
         for one in self.in_flight():
             one.due = 0
-            ledger.abandoned[id_of(one.headers)] += 1
+            taken_from[id_of(one.headers)] += 1
 
     @property
     def unsettled(self) -> int:
@@ -213,8 +214,8 @@ class SimServer:
 
     def append(self, copy: Copy) -> int:
         logs = self.logs(copy.destination)
-        key = copy.key if copy.key is not None else copy.body or b""
-        return self._write(logs[crc32(key) % len(logs)], copy)
+        log = self.world.rng.choice(logs) if copy.key is None else logs[crc32(copy.key) % len(logs)]
+        return self._write(log, copy)
 
     def append_retry(self, copy: Copy, group: str, due: int) -> None:
         """A log keeps a retry copy in a topic of its own, read by this group only."""
@@ -298,7 +299,7 @@ class SimServer:
         if lanes:
             one = self.world.rng.choice(self.world.rng.choice(lanes).in_flight())
             self.world.hit("redeliver", None, id_of(one.headers))
-            self.ledger.abandoned[id_of(one.headers)] += 1
+            self.ledger.zombies[id_of(one.headers)] += 1
             one.due = 0
             self.wake()
 
@@ -368,18 +369,19 @@ class SimStream:
             await self.broker.call("leave", self._leave)
 
     def assigned(self, lane: GroupLane) -> None:
+        if lane in self._held:  # it went and came back before its owner was told
+            self.revoked(lane, self._held[lane], clean=False)
         self._held[lane] = lane.generation
         self._events.append(Assigned((lane.log.shown,)))
         self.wake.set()
 
     def revoked(self, lane: GroupLane, generation: int, clean: bool) -> None:
-        if self._held.get(lane) == generation:
-            del self._held[lane]
-        self._flying = {key: turn for key, turn in self._flying.items() if key[0] is not lane or self._holds(lane)}
-        self._parked = [one for one in self._parked if self._is_current(one.token)]
+        if self._held.get(lane) != generation:
+            return
+        del self._held[lane]
+        self._flying = {key: turn for key, turn in self._flying.items() if key[0] is not lane}
+        self._parked = [one for one in self._parked if one.token.lane is not lane]
         self._events.append(Revoked((lane.log.shown,), clean))
-        if lane in self._held:  # it went and came back before this could be told
-            self._events.append(Assigned((lane.log.shown,)))
         self.wake.set()
 
     def holds(self, lease: Lease) -> bool:
@@ -439,7 +441,6 @@ class SimStream:
         shown = lane.log.shown
         where = (NAME, shown.source, shown.partition, str(record.offset), record.timestamp)
         message = Message(*where, record.key, record.body, headers)
-        self.broker.server.ledger.handed_out(self.process, message)
         return Delivery(message, self.subscription.group, Lease(lane, lane.generation, record.offset, turn), turn)
 
     async def _idle(self, due: int | None) -> None:
@@ -566,7 +567,6 @@ class SimBroker:
         return Settled()
 
     def _finished(self, settlement: Settlement) -> None:
-        self.server.ledger.put_down(self.process, settlement.delivery.message)
         for stream in self._streams:
             stream.finished(settlement.delivery.token)
 

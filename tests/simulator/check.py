@@ -9,11 +9,16 @@ from typing import TYPE_CHECKING
 from msgspec import Struct
 
 from redrive.letter import MOVES, Kind, State
+from redrive.retry import Mode
+from redrive.runtime.spans import CRASHES_ALONE
 from simulator.ledger import id_of
 
 if TYPE_CHECKING:
     from simulator.history import History
     from simulator.store import Row
+
+
+Found = Iterator[tuple[str, str]]
 
 
 class Anomaly(Struct, frozen=True):
@@ -22,11 +27,7 @@ class Anomaly(Struct, frozen=True):
 
 
 def check(history: History) -> list[Anomaly]:
-    checks = (_defects, _lost, _stuck, _letters, _duplicates, _effects, _runs, _moves, _resolved, _replays, _keys)
-    return [Anomaly(one.__name__.strip("_") if kind is None else kind, text) for one in checks for kind, text in one(history)]
-
-
-Found = Iterator[tuple[str, str]]
+    return [Anomaly(kind, text) for one in CHECKS for kind, text in one(history)]
 
 
 def _defects(history: History) -> Found:
@@ -67,7 +68,7 @@ def _stuck(history: History) -> Found:
 
 def _letters(history: History) -> Found:
     """Every letter is of a message that was produced and could die, and has its bytes."""
-    ledger, world = history.ledger, history.world
+    ledger = history.ledger
     yield from (("corrupt", text) for text in ledger.corrupt)
     for row in history.office.letters.values():
         message, name = row.first.message, id_of(row.first.message.headers)
@@ -75,14 +76,36 @@ def _letters(history: History) -> Found:
         if made is None:
             yield "phantom", f"letter {row.id} is of {name}, which nobody produced"
             continue
-        crashed = row.first.kind is Kind.CRASH and world.faults["crash"] >= 2
-        if not history.plans[name].may_die and not crashed:
+        if row.first.kind is Kind.CRASH:
+            yield from _blame(history, name)
+        elif not history.plans[name].may_die:
             yield "phantom", f"{name} ({history.plans[name].what}) has a letter: {row.first.kind}, {row.first.reason}"
         body = _body(history, row)
         if (message.key, body, message.headers) != (made.key, made.body, made.headers):
             yield "corrupt", f"the letter of {name} has other bytes than {name}"
         if not row.first.verified:
             yield "corrupt", f"the letter of {name} does not verify"
+
+
+def _blame(history: History, name: str) -> Found:
+    """A crash is blamed on who did it. Where the world takes processes or leases at random, twice is bad luck."""
+    faults, what = history.world.faults, history.plans[name].what
+    if history.setup.killers and what != "killer":
+        yield "wrongly blamed", f"{name} ({what}) is said to have killed its process"
+    elif not history.setup.killers and faults["crash"] + faults["steal"] + faults["redeliver"] < CRASHES_ALONE:
+        yield "wrongly blamed", f"{name} ({what}) is said to have killed its process, after {dict(faults)}"
+
+
+def _restarts(history: History) -> Found:
+    """A message that kills is known after three deaths, each time it comes anew: one in company, two alone.
+
+    Two of them may cost each other a second round: one kills between the verdict on the other and its settling.
+    """
+    names = [f"m{number}" for number in range(history.setup.killers)]
+    anew = sum(1 + history.ledger.births[name] + history.ledger.zombies[name] for name in names)
+    allowed = (1 + CRASHES_ALONE) * anew * len(names)
+    if names and history.world.faults["crash"] > allowed:
+        yield "killed too often", f"{history.world.faults['crash']} crashes, {allowed} allowed"
 
 
 def _body(history: History, row: Row) -> bytes | None:
@@ -106,7 +129,7 @@ def _effects(history: History) -> Found:
     ledger, setup = history.ledger, history.setup
     extra = 0
     for name, number in ledger.effects.items():
-        allowed = 1 + ledger.abandoned[name] + ledger.births[name]
+        allowed = 1 + ledger.abandoned[name] + ledger.zombies[name] + ledger.births[name]
         extra += max(number - 1 - ledger.births[name], 0)
         if number > allowed:
             yield "duplicate effects", f"{name} took effect {number} times, {allowed} allowed"
@@ -122,8 +145,10 @@ def _runs(history: History) -> Found:
         return  # while it is open, runs do not count
     ledger, attempts, world = history.ledger, history.setup.attempts, history.world
     unclear = world.by_call["attempts.increment"]
+    zombie_runs = 1 if history.setup.mode is Mode.DELAYED else attempts
     for name, number in ledger.runs.items():
-        allowed = attempts * (1 + ledger.births[name]) + ledger.abandoned[name] + unclear
+        interrupted = ledger.abandoned[name] + zombie_runs * ledger.zombies[name]
+        allowed = attempts * (1 + ledger.births[name]) + interrupted + unclear
         if number > allowed:
             yield "over-retried", f"{name} ran {number} times, {allowed} allowed"
 
@@ -135,12 +160,15 @@ def _moves(history: History) -> Found:
 
 
 def _resolved(history: History) -> Found:
-    """A letter that is resolved, and not by hand, has had a success of its current hop."""
+    """No report resolves a letter before its current hop succeeded; what the quiet resolved has succeeded by now."""
+    for move in history.ledger.moves:
+        if move.after is State.RESOLVED and move.why == "reported" and not move.proved:
+            yield "falsely resolved", f"{move.letter[:8]} by a report, before its hop {move.hop} succeeded"
     for row in history.office.letters.values():
         name = id_of(row.first.message.headers)
-        done = (name, row.hop) in history.ledger.succeeded_hops or name in history.ledger.ended
-        if row.state is State.RESOLVED and row.resolved_by != "by hand" and not done:
-            yield "falsely resolved", f"{name} by {row.resolved_by}, but its hop {row.hop} never succeeded"
+        proved = (name, row.hop) in history.ledger.succeeded_hops
+        if row.state is State.RESOLVED and row.resolved_by == "quiet" and not proved:
+            yield "falsely resolved", f"{name} by the quiet, but its hop {row.hop} never succeeded"
 
 
 def _replays(history: History) -> Found:
@@ -171,3 +199,19 @@ def _keys(history: History) -> Found:
     for key, found in requests.items():
         if len(found) > 1:
             yield "idempotency key", f"{key[:12]} was used for {len(found)} requests"
+
+
+CHECKS = (
+    _defects,
+    _lost,
+    _stuck,
+    _letters,
+    _duplicates,
+    _effects,
+    _runs,
+    _moves,
+    _resolved,
+    _replays,
+    _keys,
+    _restarts,
+)

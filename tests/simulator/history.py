@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from random import Random
-from typing import Any
+from typing import Any, ClassVar
 
 from msgspec import Struct
+from msgspec.structs import replace
 from prometheus_client import CollectorRegistry
 
-from redrive import collector, replayer, reports
+from redrive import codec, collector, replayer, reports
 from redrive import office as offices
 from redrive.breaker import BreakerPolicy
 from redrive.brokers.base import SourceSpec, Subscription
@@ -21,7 +23,7 @@ from redrive.consumer import Consumer
 from redrive.errors import RedriveError
 from redrive.keyring import Keyring
 from redrive.letter import Act, Environment, Letter, State
-from redrive.message import Copy
+from redrive.message import Copy, Message
 from redrive.metrics import Metrics
 from redrive.replayer import Replayer
 from redrive.reports import Reporter, through_broker, through_store
@@ -34,7 +36,7 @@ from simulator.ledger import Ledger
 from simulator.loop import VirtualClock
 from simulator.plans import TIMEOUT, Plans, message_for
 from simulator.store import Counts, Office, SimAttempts, SimBlobs, SimSpool, SimStore
-from simulator.world import Process, World
+from simulator.world import CALM, Fates, Process, World
 
 SOURCE = "orders"
 GROUP = "billing"
@@ -75,9 +77,12 @@ class Setup(Struct, frozen=True):
     workers: int
     collectors: int
     replayers: int
+    impatient: bool
+    killers: int
+    """How many messages kill whatever process runs them. The world itself kills nobody then."""
 
 
-def setup_for(rng: Random) -> Setup:
+def setup_for(rng: Random, fates: Fates) -> Setup:
     return Setup(
         is_log=rng.random() < 0.5,
         partitions=rng.randint(1, 3),
@@ -90,11 +95,13 @@ def setup_for(rng: Random) -> Setup:
         window=rng.randint(1, 3),
         has_spool=rng.random() < 0.5,
         has_blobs=rng.random() < 0.5,
-        breaker=rng.random() < 0.0,
-        messages=rng.randint(3, 14),
+        breaker=rng.random() < 0.1,
+        messages=rng.randint(3, 15),
         workers=rng.randint(1, 3),
         collectors=rng.randint(1, 2),
         replayers=rng.randint(1, 2),
+        impatient=rng.random() < 0.4,
+        killers=rng.choice((0, 1, 2)) if fates is CALM else 0,
     )
 
 
@@ -114,8 +121,9 @@ class Verdict(Struct):
 
 
 class History:
-    """The mutants replace its parts; everything else is the real engine."""
+    """The mutants replace its parts and may pin its setup; everything else is the real engine."""
 
+    pinned: ClassVar[dict[str, Any]] = {}
     office_type = Office
     broker_type = SimBroker
     attempts_type = SimAttempts
@@ -123,9 +131,9 @@ class History:
 
     def __init__(self, seed: int, *, keep_trace: bool = False) -> None:
         self.world = World(seed, keep_trace=keep_trace)
-        self.setup = setup_for(self.world.rng)
+        self.setup = replace(setup_for(self.world.rng, self.world.fates), **self.pinned)
         self.ledger = Ledger(KEYRING)
-        self.plans = Plans(seed, self.setup.attempts, self.ledger, batch=self.setup.batch)
+        self.plans = Plans(seed, self.setup, self.ledger)
         self.server = SimServer(
             self.world,
             self.ledger,
@@ -146,16 +154,14 @@ class History:
 
     def run(self) -> Verdict:
         world = self.world
-        with scaled(world.loop.time):
+        with observed(world.loop.time, self.ledger):
             try:
                 world.loop.run_until_complete(self._play())
             finally:
                 self._bury_all()
         anomalies = check(self)
         digest = hashlib.sha256(repr(world.trace).encode()).hexdigest()
-        return Verdict(
-            world.seed, anomalies, world.trace, digest, world.calls, world.loop.time(), dict(world.faults)
-        )
+        return Verdict(world.seed, anomalies, world.trace, digest, world.calls, world.loop.time(), dict(world.faults))
 
     async def _play(self) -> None:
         setup = self.setup
@@ -168,6 +174,8 @@ class History:
             self._begin(f"replayer{number}", "replayer", self._replay)
         people = Process(self.world, "people", "people", 0)
         acts = [people.start(self._produce(people)), people.start(self._operate(people))]
+        if setup.impatient:
+            acts.append(people.start(self._insist(people)))
         if self.world.heals_at:
             acts.append(people.start(self._torment()))
         await asyncio.wait(acts)
@@ -297,17 +305,15 @@ class History:
         for number in range(self.setup.messages):
             made = message_for(self.world.seed, f"m{number}")
             self.ledger.produced[made.id] = made
-            try:
+            with suppress(RedriveError):
                 await broker.publish([Copy(SOURCE, made.key, made.body, made.headers)])
-            except RedriveError:
-                pass
             await asyncio.sleep(rng.random() * rng.choice((0.05, 1.5)))
 
     async def _operate(self, people: Process) -> None:
         """People look at letters and act on them while everything fails, and once more when it is mended."""
         rng = self.world.rng
-        for _ in range(rng.randint(3, 9)):
-            await asyncio.sleep(rng.uniform(0.2, 3))
+        for _ in range(rng.randint(4, 12)):
+            await asyncio.sleep(rng.uniform(0.2, 2.5))
             await self._act(people, rng)
         await asyncio.sleep(max(self.world.heals_at + 1 - self.world.loop.time(), 0))
         await self._until_settled()
@@ -316,16 +322,19 @@ class History:
             await asyncio.sleep(rng.uniform(0.5, 5))
 
     async def _act(
-        self, people: Process, rng: Random, verbs: tuple[str, ...] = ("replay", "replay", "replay", "discard", "restore", "resolve", "cancel", "pause")
+        self,
+        people: Process,
+        rng: Random,
+        verbs: tuple[str, ...] = ("replay", "replay", "replay", "discard", "restore", "resolve", "cancel", "pause"),
     ) -> None:
         store, act, now = SimStore(self.office, people), Act("people"), self.world.now
         verb = rng.choice(verbs)
         ids = [row.id for row in self.office.letters.values()]
-        some = rng.sample(ids, rng.randint(0, len(ids)))
+        some = rng.sample(ids, rng.randint(min(1, len(ids)), len(ids)))
         self.world.note("people", verb, len(some))
         try:
             if verb == "replay":
-                await store.create(some, act, now, window=self.setup.window, rate=rng.choice((None, None, 20.0)))
+                await store.create(some, act, now, window=self.setup.window, rate=rng.choice((None, 2.0, 20.0)))
             elif verb in ("cancel", "pause"):
                 await self._stop_a_job(store, rng, verb)
             elif verb == "discard":
@@ -337,6 +346,16 @@ class History:
                 await store.move(some, ended, State.PENDING, act, now)
         except RedriveError as error:
             self.world.note("people", "cannot", verb, type(error).__name__)
+
+    async def _insist(self, people: Process) -> None:
+        """Somebody sends every letter back the moment it returns, while older copies of it may still be about."""
+        store, rng = SimStore(self.office, people), self.world.rng
+        while self.world.loop.time() < max(self.world.heals_at, 5.0):
+            await asyncio.sleep(rng.uniform(0.1, 1.0))
+            ids = [row.id for row in self.office.letters.values() if row.state is State.PENDING]
+            if ids:
+                with suppress(RedriveError):
+                    await store.create(ids, Act("impatient"), self.world.now, window=self.setup.window)
 
     async def _stop_a_job(self, store: SimStore, rng: Random, verb: str) -> None:
         running = [one.job.id for one in self.office.jobs.values() if one.job.state is JobState.RUNNING]
@@ -404,15 +423,30 @@ class History:
 
 
 @contextmanager
-def scaled(now: Callable[[], float]) -> Iterator[None]:
-    """The engine's stopwatch shows virtual time, and its intervals are those of a short history."""
-    changes = [*INTERVALS, (slots, "perf_counter", now), (worker, "perf_counter", now)]
+def observed(now: Callable[[], float], ledger: Ledger) -> Iterator[None]:
+    """The engine's stopwatch shows virtual time, its intervals suit short histories, and the ledger sees hops."""
+    original = codec.original
+
+    def noted(message: Message, ticket: codec.Ticket | None) -> Message:
+        opened = original(message, ticket)
+        ledger.opened(opened, ticket.hop if ticket is not None else 0)
+        return opened
+
+    changes = [
+        *INTERVALS,
+        (slots, "perf_counter", now),
+        (worker, "perf_counter", now),
+        (codec, "original", noted),
+    ]
     before = [getattr(module, name) for module, name, _ in changes]
     for module, name, value in changes:
         setattr(module, name, value)
+    silenced = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
     try:
         yield
     finally:
+        logging.disable(silenced)
         for (module, name, _), value in zip(changes, before, strict=True):
             setattr(module, name, value)
 

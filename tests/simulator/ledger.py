@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 
 from msgspec import Struct, field
 
@@ -36,6 +36,8 @@ class Move(Struct, frozen=True):
     after: State
     why: str
     hop: int
+    proved: bool
+    """Whether the letter's current hop had succeeded by then."""
 
 
 class Publish(Struct, frozen=True):
@@ -48,7 +50,11 @@ class Publish(Struct, frozen=True):
 
 
 class Ledger(Struct):
-    """`runs` and `effects` are the handler's own; `abandoned` and `births` are why one message may run more often."""
+    """`runs` and `effects` are the handler's own. Why one message may run more often than it has attempts:
+
+    `births` are new beginnings (a replay, a second copy, a log that was rewound), `abandoned` deliveries were taken
+    from the dead, and `zombies` from the living, who may not know it yet.
+    """
 
     keyring: Keyring
     produced: dict[str, Produced] = field(default_factory=dict)
@@ -59,19 +65,16 @@ class Ledger(Struct):
     corrupt: list[str] = field(default_factory=list)
     abandoned: Counter[str] = field(default_factory=Counter)
     births: Counter[str] = field(default_factory=Counter)
+    zombies: Counter[str] = field(default_factory=Counter)
     moves: list[Move] = field(default_factory=list)
     publishes: list[Publish] = field(default_factory=list)
     takeovers: Counter[str] = field(default_factory=Counter)
     job_of: dict[tuple[str, int], str] = field(default_factory=dict)
-    held: dict[tuple[str, str], list[int]] = field(default_factory=lambda: defaultdict(list))
+    hops: dict[int, tuple[Message, int]] = field(default_factory=dict)
 
-    def handed_out(self, process: Process, message: Message) -> None:
-        self.held[process.name, id_of(message.headers)].append(self._hop(message))
-
-    def put_down(self, process: Process, message: Message) -> None:
-        hops = self.held[process.name, id_of(message.headers)]
-        if self._hop(message) in hops:
-            hops.remove(self._hop(message))
+    def opened(self, message: Message, hop: int) -> None:
+        """The engine took this message out of a delivery; a handler will see the same object, but not its hop."""
+        self.hops[id(message)] = (message, hop)
 
     def ran(self, process: Process, message: Message) -> None:
         """A handler was called. What it sees must be what was produced."""
@@ -81,10 +84,15 @@ class Ledger(Struct):
             self.corrupt.append(f"{id_of(message.headers)} reached the handler of {process.name} changed")
 
     def took_effect(self, process: Process, message: Message) -> None:
-        """A handler succeeded. A handler does not see the hop, so it counts for every copy its process holds."""
+        """A handler succeeded."""
         name = id_of(message.headers)
         self.effects[name] += 1
-        self.succeeded_hops.update((name, hop) for hop in self.held[process.name, name])
+        self.succeeded_hops.add((name, self.hops[id(message)][1]))
+
+    def was_ended(self, message: Message, how: str) -> None:
+        """A handler said that this is the end of it, without an effect."""
+        self.ended[id_of(message.headers)] = how
+        self.succeeded_hops.add((id_of(message.headers), self.hops[id(message)][1]))
 
     def published(self, process: Process, copy: Copy) -> None:
         """What a replayer publishes carries a ticket; each such copy is one more birth of its message."""
@@ -95,10 +103,7 @@ class Ledger(Struct):
             self.publishes.append(Publish(ticket.letter, ticket.hop, ticket.key, job))
             self.births[id_of(copy.headers)] += 1
 
-    def moved(self, letter: str, before: State | None, after: State, why: str, hop: int) -> None:
+    def moved(self, letter: str, message: Message, before: State | None, after: State, why: str, hop: int) -> None:
         if before is not after:
-            self.moves.append(Move(letter, before, after, why, hop))
-
-    def _hop(self, message: Message) -> int:
-        ticket = codec.read_ticket(message, self.keyring)
-        return ticket.hop if ticket is not None else 0
+            proved = (id_of(message.headers), hop) in self.succeeded_hops
+            self.moves.append(Move(letter, before, after, why, hop, proved))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -19,7 +19,8 @@ from redrive.stores.base import Job
 from redrive.tracker import Tracker
 from simulator import broker, store
 from simulator.broker import SimBroker
-from simulator.history import History
+from simulator.check import Anomaly
+from simulator.history import History, play
 from simulator.store import Counts, JobRow, Office, Row, SimAttempts, SimSpool
 from simulator.world import Process
 
@@ -165,10 +166,8 @@ def _(patch: pytest.MonkeyPatch) -> None:
     filing = office.Office.file
 
     async def swallow(self: office.Office, letters: Sequence[Letter], **options: Any) -> None:
-        try:
+        with suppress(FilingFailed):
             await filing(self, letters, **options)
-        except FilingFailed:
-            pass
 
     patch.setattr(office.Office, "file", swallow)
 
@@ -184,7 +183,7 @@ def _(patch: pytest.MonkeyPatch) -> type[History]:
         return State.RESOLVED if outcome.ok and open_ else stored.state
 
     patch.setattr(store, "after_outcome", resolved)
-    return with_office(Hopless)
+    return type("Mutated", (with_office(Hopless),), {"pinned": {"impatient": True, "partitions": 3, "workers": 3}})
 
 
 @mutant("collector settles before storing", "lost", "falsely resolved")
@@ -203,12 +202,20 @@ def _(patch: pytest.MonkeyPatch) -> None:
     settle = SimBroker.settle
 
     async def once(self: Collector, deliveries: Sequence[Any]) -> None:
-        try:
+        with suppress(BrokerUnavailable):
             await settle(self._broker, [broker.Ack(one) for one in deliveries])
-        except BrokerUnavailable:
-            pass
 
     patch.setattr(Collector, "_settle", once)
+
+
+@mutant("a retry copy too large is tried for ever", "stuck")
+def _(patch: pytest.MonkeyPatch) -> None:
+    shrink = Settler._shrink
+
+    async def letters_only(self: Settler, done: Any) -> bool:
+        return done.letter is not None and await shrink(self, done)
+
+    patch.setattr(Settler, "_shrink", letters_only)
 
 
 @mutant("spool that a crash empties", "lost")
@@ -253,9 +260,21 @@ def _(patch: pytest.MonkeyPatch) -> type[History]:
     return type("Mutated", (History,), {"broker_type": Careless})
 
 
-def table(found: Sequence[tuple[str, int | None, Counter[str]]]) -> str:
-    """Mutant, seed that caught it, anomaly."""
-    lines = [f"{'mutant':40} {'seed':>6}  anomaly"]
-    for name, seed, kinds in found:
-        lines.append(f"{name:40} {'-' if seed is None else seed:>6}  {', '.join(kinds)}")
-    return "\n".join(lines)
+class Caught(Struct, frozen=True):
+    mutant: Mutant
+    seed: int
+    anomaly: Anomaly
+
+    def __str__(self) -> str:
+        return f"{self.mutant.name:40} {self.seed:>5}  {self.anomaly.kind}: {self.anomaly.text}"
+
+
+def hunt(mutant: Mutant, limit: int) -> Caught | None:
+    """The first seed whose history gives this bug away."""
+    with pytest.MonkeyPatch.context() as patch:
+        kind = mutant.plant(patch)
+        for seed in range(limit):
+            for anomaly in play(seed, kind=kind).anomalies:
+                if anomaly.kind in mutant.signs:
+                    return Caught(mutant, seed, anomaly)
+    return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from random import Random
+from typing import TYPE_CHECKING
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -14,14 +15,17 @@ from redrive.message import Message
 from simulator.ledger import ID, Ledger, Produced, id_of
 from simulator.world import Dead, Process
 
+if TYPE_CHECKING:
+    from simulator.history import Setup
+
 TIMEOUT = 4.0
 NEVER = 1e9
 
 SHARES = {
-    "ok": 40,
+    "ok": 24,
     "flaky": 12,
     "broken": 12,
-    "moody": 12,
+    "moody": 18,
     "permanent": 8,
     "unreadable": 4,
     "slow": 4,
@@ -45,20 +49,25 @@ class Plan(Struct, frozen=True):
         return self.what not in ("ok", "discard", "recorded")
 
 
-def plan_for(seed: int, name: str, attempts: int, *, batch: bool) -> Plan:
+def plan_for(seed: int, name: str, setup: Setup) -> Plan:
     rng = Random(f"{seed}/{name}")
     what = rng.choices(list(SHARES), list(SHARES.values()))[0]
-    if batch and what == "slow":
+    if setup.batch and what == "slow":
         what = "broken"  # one that is cut off would take its innocent neighbours with it
+    if int(name[1:]) < setup.killers:
+        what = "killer"
     mended_at = rng.choice((rng.uniform(2, 25), NEVER))
-    return Plan(what, rng.randint(1, max(attempts - 1, 1)), mended_at, rng.choice((0, 0, 0.05, 0.05 if batch else 0.5)))
+    if setup.breaker:
+        mended_at = min(mended_at, 30.0)  # an outage that never ends never ends
+    times, takes = rng.randint(1, max(setup.attempts - 1, 1)), rng.choice((0, 0, 0.05, 0.05 if setup.batch else 0.5))
+    return Plan(what, times, mended_at, takes)
 
 
 def message_for(seed: int, name: str) -> Produced:
     """Keys, bodies and headers as strange as they come: null, empty, binary, repeated."""
     rng = Random(f"{seed}/{name}/bytes")
     blob = rng.randbytes(rng.randint(1, 12))
-    key = rng.choice((None, b"", b"k1", b"k2", blob))
+    key = rng.choice((None, None, b"", b"k1", b"k2", blob))
     body = rng.choice((None, b"", blob, b'{"id":"' + name.encode() + b'"}', rng.randbytes(1800)))
     extra = rng.choice(((), (("a", None), ("a", b"")), (("\xe9", blob), ("a", b"1"), ("a", b"2"))))
     return Produced(name, key, body, (*extra, (ID, name.encode())))
@@ -67,13 +76,13 @@ def message_for(seed: int, name: str) -> Produced:
 class Plans:
     """The handler that plays them, for one process at a time."""
 
-    def __init__(self, seed: int, attempts: int, ledger: Ledger, *, batch: bool) -> None:
-        self._seed, self._attempts, self._ledger, self._batch = seed, attempts, ledger, batch
+    def __init__(self, seed: int, setup: Setup, ledger: Ledger) -> None:
+        self._seed, self._setup, self._ledger = seed, setup, ledger
         self._plans: dict[str, Plan] = {}
 
     def __getitem__(self, name: str) -> Plan:
         if name not in self._plans:
-            self._plans[name] = plan_for(self._seed, name, self._attempts, batch=self._batch)
+            self._plans[name] = plan_for(self._seed, name, self._setup)
         return self._plans[name]
 
     def handler(self, process: Process) -> Handler:
@@ -83,7 +92,7 @@ class Plans:
         async def handle_batch(messages: list[Message]) -> list[object]:
             return [await self._answered(process, message) for message in messages]
 
-        handler = handler_for(handle_batch if self._batch else handle, name="handle", batch=self._batch)
+        handler = handler_for(handle_batch if self._setup.batch else handle, name="handle", batch=self._setup.batch)
         return replace(handler, decode=self._decode)
 
     def _decode(self, message: Message) -> Message:
@@ -107,11 +116,10 @@ class Plans:
         if plan.takes:
             await asyncio.sleep(plan.takes * (0.5 + world.rng.random()))
         if not self._goes_well(plan, name, world.loop.time()):
-            await self._fail(plan, name)
-        if plan.what in ("discard", "recorded"):
-            self._ledger.ended[name] = plan.what
-            if plan.what == "discard":
-                raise Discard("not needed")
+            await self._fail(plan, name, process)
+        if plan.what == "discard":
+            self._ledger.was_ended(message, plan.what)
+            raise Discard("not needed")
         self._ledger.took_effect(process, message)
         world.note(process.name, "handled", name)
         return recorded("odd") if plan.what == "recorded" else None
@@ -122,8 +130,10 @@ class Plans:
             return Random(f"{self._seed}/{name}/{run}").random() < 0.4
         return run > plan.times if plan.what in ("flaky", "patient") else now >= plan.mended_at
 
-    async def _fail(self, plan: Plan, name: str) -> None:
+    async def _fail(self, plan: Plan, name: str, process: Process) -> None:
         match plan.what:
+            case "killer":
+                process.world.crash(process, f"handler of {name}")
             case "flaky" | "broken" | "moody":
                 raise ConnectionError(f"{name} meets a provider that is down")
             case "permanent":

@@ -1,9 +1,8 @@
-"""Replays one seed with its trace, or searches for seeds that fail: `run.py --seed 7 --trace`, `run.py --seconds 60`."""
+"""Replays one seed or searches for one that fails: `--seed 7 --trace`, `--seconds 60`; `--mutants` plants bugs."""
 
 from __future__ import annotations
 
 import argparse
-import logging
 import sys
 import time
 from pathlib import Path
@@ -19,8 +18,10 @@ def main() -> int:
     parser.add_argument("--trace", action="store_true", help="print every call")
     parser.add_argument("--seconds", type=float, default=10.0, help="search this long")
     parser.add_argument("--start", type=int, default=0, help="search from this seed")
+    parser.add_argument("--mutants", action="store_true", help="plant each bug and say which seed finds it")
     given = parser.parse_args()
-    logging.disable(logging.CRITICAL)
+    if given.mutants:
+        return mutants()
     return one(given.seed, given.trace) if given.seed is not None else search(given.start, given.seconds)
 
 
@@ -46,6 +47,17 @@ def search(start: int, seconds: float) -> int:
     spent = time.perf_counter() - began
     print(f"{seed - start} histories in {spent:.1f} s, {(seed - start) / spent:.0f} a second, {len(failed)} failed")
     return 1 if failed else 0
+
+
+def mutants() -> int:
+    from simulator.mutants import MUTANTS, hunt
+
+    missed = 0
+    for mutant in MUTANTS:
+        caught = hunt(mutant, 1000)
+        missed += caught is None
+        print(caught or f"{mutant.name:40}     -  NOT FOUND", flush=True)
+    return 1 if missed else 0
 
 
 if __name__ == "__main__":

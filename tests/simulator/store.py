@@ -100,7 +100,7 @@ class Office:
         number = "" if letter.id not in self.letters else f"#{len(self.letters)}"
         row = Row(letter.id + number, letter, letter, state, now, letter.hop, [letter.hop])
         self.letters[row.id] = row
-        self.ledger.moved(row.id, None, state, "filed", letter.hop)
+        self.ledger.moved(row.id, letter.message, None, state, "filed", letter.hop)
         return Filed(row.id, Filing.NEW, state)
 
     def move(self, ids: Sequence[str], expected: State, to: State) -> list[str]:
@@ -111,7 +111,7 @@ class Office:
         return [row.id for row in moved]
 
     def _set(self, row: Row, state: State, why: str) -> None:
-        self.ledger.moved(row.id, row.state, state, why, row.hop)
+        self.ledger.moved(row.id, row.first.message, row.state, state, why, row.hop)
         row.state, row.version = state, row.version + 1
         if state is State.RESOLVED:
             row.resolved_by = why

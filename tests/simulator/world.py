@@ -35,7 +35,7 @@ class Fates(Struct, frozen=True):
 CALM = Fates()
 PROFILES = (
     CALM,
-    Fates(crash=0.03),
+    Fates(crash=0.05),
     Fates(fail=0.1, ambiguous=0.1),
     Fates(ambiguous=0.2, crash=0.01),
     Fates(fail=0.05, ambiguous=0.05, crash=0.02, refuse=0.03, late=0.5, stall=0.01),
@@ -43,6 +43,21 @@ PROFILES = (
     Fates(fail=0.3, crash=0.01),
 )
 """What a history is made of: no faults, only crashes, only unclear answers, everything, refusals, outages."""
+WEIGHTS = {
+    "broker.ensure": 0.2,
+    "broker.subscribe": 0.2,
+    "store.lease": 0.3,
+    "store.settle_quiet": 0.2,
+    "attempts.turn": 0.3,
+    "store.advance": 3.0,
+    "store.close_window": 3.0,
+    "store.file": 2.0,
+    "broker.publish": 1.5,
+    "spool.append": 2.0,
+    "spool.forget": 2.0,
+    "attempts.increment": 2.0,
+}
+"""Calls that idle processes repeat are dull; those between two durable steps are where bugs live."""
 
 
 class Process:
@@ -99,9 +114,9 @@ class World:
         self.rng = Random(seed)
         self.loop = WorldLoop(self._unhandled)
         self.fates = self.rng.choice(PROFILES)
-        self.heals_at = 0.0 if self.fates is CALM else self.rng.uniform(4, 14)
+        self.heals_at = 0.0 if self.fates is CALM else self.rng.uniform(6, 22)
         self.outages = [self._outage() for _ in range(self.rng.choice((0, 0, 1, 2)))] if self.heals_at else []
-        self.crashes_left = 6
+        self.crashes_left = 8
         self.faults: Counter[str] = Counter()
         self.by_kind: Counter[str] = Counter()
         self.by_call: Counter[str] = Counter()
@@ -190,7 +205,7 @@ class World:
             return ""
         if self.outages and self.is_out(what.partition(".")[0]):
             return "fail"
-        drawn, fates = self.rng.random(), self.fates
+        drawn, fates = self.rng.random() / WEIGHTS.get(what, 1.0), self.fates
         for name in ("fail", "ambiguous", "crash", "stall"):
             likely = getattr(fates, name)
             if drawn < likely:

@@ -139,6 +139,13 @@ class EmbeddedBroker:
     def lease_millis(self) -> int:
         return int(self.lease_seconds * 1000)
 
+    def due(self) -> Millis | None:
+        """When its streams have something to do: now, later, or None until somebody publishes. `:memory:` only."""
+        if self._running:
+            return self.clock.now()
+        dues = [stream.due() for stream in self._streams.values()]
+        return min((due for due in dues if due is not None), default=None)
+
     def is_paused(self, group: str, lane: Lane) -> bool:
         return (group, lane) in self._paused
 
@@ -289,6 +296,7 @@ class EmbeddedStream:
         self._epoch = self._version = -1
         self._next_due: Millis | None = None
         self._rotation = 0
+        self._resting = False
 
     async def start(self) -> None:
         await self._beat()
@@ -320,6 +328,11 @@ class EmbeddedStream:
             return
         del held.in_flight[lease.offset]
         self._look_when_drained(held)
+
+    def due(self) -> Millis | None:
+        """When it has something to do: now, when its next delay runs out, or None until somebody publishes."""
+        at_work = self._lock.locked() or bool(self._events) or self.wake.is_set() or self.look.is_set()
+        return self._next_due if self._resting and not at_work else self._clock.now()
 
     def _look_when_drained(self, held: _Held) -> None:
         if held.draining_since is not None and not held.in_flight:
@@ -408,7 +421,9 @@ class EmbeddedStream:
             left = pause if self._next_due is None else (self._next_due - self._clock.now()) / 1000
             if left <= 0:
                 return
+            self._resting = True
             await self._clock.wait(self.wake, min(pause, left))
+            self._resting = False
             if await self._broker.query("poll", sql.version) != self._version:
                 return
             pause = min(2 * pause, SLOWEST_POLL)

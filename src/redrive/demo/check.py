@@ -24,6 +24,7 @@ MESSAGES = 300
 BURST = 20
 BURST_SECONDS = 0.25
 KILL_AFTER = 100
+BACK_AFTER = 20
 STORY_SECONDS = 45.0
 HARD_SECONDS = 55.0
 """What lies between the two is for stopping and counting."""
@@ -96,6 +97,7 @@ class Check:
         return cut
 
     async def _end_outage(self) -> None:
+        """Let it last until breakers have opened; they keep it from turning payments into letters."""
         stage = self._stage
 
         async def long_enough() -> bool:

@@ -13,7 +13,6 @@ from pathlib import Path
 from msgspec import Struct
 
 from redrive import Redrive, delays
-from redrive.demo.deck import FOREIGN_BANK
 from redrive.demo.ledger import Ledger
 from redrive.demo.place import Place
 

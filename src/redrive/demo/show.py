@@ -26,7 +26,7 @@ from redrive.query import Filter
 
 HOME = Path("redrive-data/demo")
 A_SECOND = 6
-STATUS_EVERY = 5
+TELL_EVERY, STATUS_EVERY = 3, 6
 OUTAGE_EVERY, OUTAGE_FROM, OUTAGE_UNTIL = 90, 20, 50
 
 
@@ -47,8 +47,9 @@ class Show:
         self._weather(number)
         await self._stage.produce(A_SECOND)
         self._stage.pass_on_notices()
-        await self._tell_deaths()
-        await self._tell_resolved()
+        if number % TELL_EVERY == 0:
+            await self._tell_deaths()
+            await self._tell_resolved()
         if number % STATUS_EVERY == 0:
             await self._status()
 
@@ -148,7 +149,7 @@ def _where_to_look(place: Place, front: Front, workers: list[Child]) -> str:
     first, second = (worker.pid for worker in workers)
     return f"""
   An order service is at work in two processes, {first} and {second}, and not everything goes well.
-  The payment provider goes down for {OUTAGE_UNTIL - OUTAGE_FROM} s out of every {OUTAGE_EVERY}. Ctrl-C stops everything.
+  The payment provider is down for {OUTAGE_UNTIL - OUTAGE_FROM} s of every {OUTAGE_EVERY}. Ctrl-C stops everything.
 
   look        export REDRIVE_CONFIG={_short(place.config)}
               {redrive} letters --state pending

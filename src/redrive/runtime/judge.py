@@ -53,7 +53,7 @@ class Judge:
         """None when the settler has it."""
         if isinstance(answer, Failed) and not isinstance(answer.error, Discard):
             return await self._failed(delivery, message, ticket, started, answer.error)
-        if self._breaker.succeeded(self._clock.now()):
+        if self._breaker.succeeded(started):
             self._engine.office.tell(Notice("breaker_closed", f"{self._consumer.name} goes on"))
         if isinstance(answer, Handled):
             self._settler.finish(Done(delivery, "handled", ticket))

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
-from redrive.brokers.base import Delivery
+from redrive.brokers.base import Delivery, Lane
 from redrive.codec import Ticket
 from redrive.consumer import Consumer, letter_of
 from redrive.errors import FilingFailed, StoreUnavailable
@@ -47,6 +47,18 @@ class Keys:
             self._ready(self._queues[key].popleft())
         else:
             del self._queues[key]
+
+    @property
+    def waiting(self) -> list[Delivery]:
+        """What is here and has not had its turn."""
+        return [delivery for queue in self._queues.values() for delivery, _ in queue]
+
+    def forget(self, lanes: Collection[Lane]) -> list[Delivery]:
+        """Let go of what waits here of these lanes, and say what that was. What is at work is not among it."""
+        gone = [delivery for delivery in self.waiting if delivery.lane in lanes]
+        for key, queue in self._queues.items():
+            self._queues[key] = deque(item for item in queue if item[0].lane not in lanes)
+        return gone
 
     def clear(self) -> None:
         self._queues.clear()

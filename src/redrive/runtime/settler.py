@@ -23,6 +23,7 @@ from redrive.brokers.base import (
     Settlement,
     SettleResult,
 )
+from redrive.clock import Millis
 from redrive.codec import Ticket
 from redrive.consumer import Again, Consumer
 from redrive.errors import AttemptsUnavailable, BrokerUnavailable, FilingFailed
@@ -59,7 +60,7 @@ class Settler:
         self._wake = asyncio.Event()
         self._settling = False
         self._paused: Counter[Lane] = Counter()
-        self._tasks: dict[asyncio.Task[None], None] = {}
+        self._tasks: dict[asyncio.Task[None], Millis] = {}
         self._metrics: dict[str, ConsumerMetrics] = {}
 
     def finish(self, done: Done) -> None:
@@ -69,6 +70,10 @@ class Settler:
     @property
     def idle(self) -> bool:
         return not self._done and not self._settling
+
+    def due(self, now: Millis) -> Millis | None:
+        """When there is something to settle, or to try again."""
+        return min((max(when, now) for when in self._tasks.values()), default=None) if self.idle else now
 
     async def run(self) -> None:
         """Settle whatever is finished, until cancelled."""
@@ -218,13 +223,15 @@ class Settler:
             self.resume(done.delivery.lane)
 
     def _try_later(self, items: list[Done]) -> None:
+        pause = backoff(items[0].tries)
+
         async def later() -> None:
-            await self._engine.clock.sleep(backoff(items[0].tries))
+            await self._engine.clock.sleep(pause)
             for done in items:
                 done.tries += 1
                 self.finish(done)
 
-        self.spawn(later())
+        self.spawn(later(), self._engine.clock.now() + round(pause * 1000))
 
     def _count(self, settled: list[Done]) -> None:
         consumer, reporter = self._consumer, self._engine.reporter
@@ -249,7 +256,8 @@ class Settler:
         except AttemptsUnavailable as error:
             log.warning("run counts stay until they expire: %s", error)
 
-    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def spawn(self, work: Coroutine[Any, Any, None], when: Millis = 0) -> None:
+        """Run this beside the rest; `when` says that it sleeps until then."""
         task = asyncio.create_task(work)
-        self._tasks[task] = None
+        self._tasks[task] = when
         task.add_done_callback(lambda ended: self._tasks.pop(ended, None))

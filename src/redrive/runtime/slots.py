@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from time import perf_counter
 from typing import Any
 
+from redrive.clock import Millis
 from redrive.errors import HandlerCancelled, HandlerTimeout
 from redrive.handlers import Answer, Failed, Handler
 from redrive.message import Message
@@ -20,7 +21,7 @@ YIELD_EVERY = 64
 class Slot:
     """One place to run a handler. The watchdog reads its deadline; `lost` means its thread cannot be stopped."""
 
-    __slots__ = ("busy", "deadline", "lost", "running", "solo", "task", "timed_out")
+    __slots__ = ("busy", "deadline", "lost", "running", "solo", "task", "timed_out", "until")
 
     def __init__(self, *, solo: bool = False) -> None:
         self.solo = solo
@@ -30,6 +31,7 @@ class Slot:
         self.timed_out = False
         self.lost = False
         self.busy = False
+        self.until: Millis = 0  # the end of a wait in place, while there is one
 
     def taken_back(self) -> None:
         """Undo the watchdog's cancellation, so that the slot lives on."""
@@ -70,6 +72,12 @@ class Slots:
     def busy(self) -> bool:
         """Whether a handler runs that can still be waited for."""
         return any(slot.busy and not slot.lost for slot in self._slots)
+
+    def due(self, now: Millis) -> Millis | None:
+        """When a slot goes on: now while a handler runs, else when the first wait in place is over."""
+        if self._watchdog is None:
+            return now
+        return min((slot.until or now for slot in self._slots if slot.busy), default=None)
 
     async def call(self, slot: Slot, message: Message) -> Answer:
         """Run the handler on one message; whatever happens comes back as an answer."""

@@ -13,11 +13,21 @@ from typing import Any
 
 from redrive import codec, faults
 from redrive.breaker import Breaker, BreakerState
-from redrive.brokers.base import Assigned, Batch, Delivery, Event, Revoked, Stream, Subscription
+from redrive.brokers.base import Assigned, Batch, Delivery, Event, Lane, Revoked, Stream, Subscription
 from redrive.clock import Millis
 from redrive.codec import TICKET, Ticket
 from redrive.consumer import Consumer
-from redrive.errors import BrokerUnavailable, FilingFailed, PayloadUnreadable, ProcessDied, StoreUnavailable
+from redrive.errors import (
+    BrokerUnavailable,
+    DeadLetter,
+    Discard,
+    FilingFailed,
+    PayloadUnreadable,
+    ProcessDied,
+    ReportedFailure,
+    Retry,
+    StoreUnavailable,
+)
 from redrive.handlers import Answer, Failed
 from redrive.message import Message
 from redrive.office import Notice
@@ -51,8 +61,12 @@ class Worker:
         self._breaker = Breaker(consumer.breaker)
         self._judge = Judge(consumer, engine, self._settler, self._breaker)
         self._probing = False
+        self._wakes_at: Millis = 0
+        self._singly = 0
         self._ready: deque[Item] = deque()
         self._suspects: deque[Item] = deque()
+        self._running: dict[int, Delivery] = {}
+        self._orphans: set[int] = set()
         self._last_suspect_at: Millis = 0
         self._wake = asyncio.Event()
         self._waiting: list[tuple[Millis, int, Delivery, Ticket]] = []
@@ -66,6 +80,14 @@ class Worker:
         """Take no more; finish what runs, settle it, give the rest back."""
         self._stopping.set()
 
+    def due(self) -> Millis | None:
+        """When there is something to do here: now, later, or None until a message comes."""
+        now = self._clock.now()
+        times = [self._slots.due(now), self._settler.due(now), self._waiting[0][0] if self._waiting else None]
+        if self._ready or self._suspects:
+            times.append(max(now, self._breaker.probe_at))
+        return min((time for time in times if time is not None), default=None)
+
     async def run(self) -> None:
         """Work until stopped. Raises SlotsLost when the process should be replaced."""
         stream = await self._engine.broker.subscribe(self._subscription())
@@ -77,7 +99,7 @@ class Worker:
             task.add_done_callback(self._on_task_end)
         try:
             await self._read(stream)
-            await self._drain()
+            await self._drain(tasks[0])
         finally:
             hanging = self._slots.hanging
             await self._slots.stop()
@@ -125,36 +147,53 @@ class Worker:
             self._last_suspect_at = self._clock.now()
         elif isinstance(event, Revoked):
             self._spans.revoked(event.lanes)
+            self._forget(frozenset(event.lanes))
         else:
             await self._accept_batch(event)
+
+    def _forget(self, lanes: frozenset[Lane]) -> None:
+        """Another owner runs what waits here of these lanes; what runs already may end, but not run again."""
+        self._orphans |= {number for number, delivery in self._running.items() if delivery.lane in lanes}
+        late = [entry[2] for entry in self._waiting if entry[2].lane in lanes]
+        self._waiting = [entry for entry in self._waiting if entry[2].lane not in lanes]
+        heapq.heapify(self._waiting)
+        if self._keys is None:
+            for delivery in late:
+                self._settler.resume(delivery.lane)
+        else:
+            for delivery in self._keys.forget(lanes):
+                self._spans.ended(delivery)
+        for delivery in [*late, *_take(self._ready, lanes), *_take(self._suspects, lanes)]:
+            self._drop(delivery)
+
+    def _drop(self, delivery: Delivery) -> None:
+        self._spans.ended(delivery)
+        if self._keys is not None:
+            self._keys.ended(delivery)
 
     async def _accept_batch(self, batch: Batch) -> None:
         """Nothing may run before it is on record: a crash must find it there."""
         faults.point("runtime.after_receive")
-        suspects = [delivery for delivery in batch.deliveries if self._spans.is_suspect(delivery)]
-        if suspects:
+        fresh = [delivery for delivery in batch.deliveries if not self._spans.is_suspect(delivery)]
+        if len(fresh) < len(batch.deliveries):
             self._last_suspect_at = self._clock.now()
-            self._suspects.extend((delivery, None) for delivery in suspects)
-            marked = {id(delivery) for delivery in suspects}
-            fresh = [delivery for delivery in batch.deliveries if id(delivery) not in marked]
-        else:
-            fresh = list(batch.deliveries)
         if self._keys is not None:
             await self._look_up(batch)
         if fresh:
             await self._spans.start(fresh)
-            self._admit(fresh)
+        for delivery in batch.deliveries:
+            self._admit((delivery, None))
         self._wake.set()
 
-    def _admit(self, deliveries: list[Delivery]) -> None:
+    def _admit(self, item: Item) -> None:
+        """A suspect waits for its turn too: what follows it in its key must not pass while it runs, or runs again."""
         if self._keys is None:
-            self._ready.extend((delivery, None) for delivery in deliveries)
-            return
-        for delivery in deliveries:
-            self._keys.admit((delivery, None))
+            self._enqueue(item)
+        else:
+            self._keys.admit(item)
 
     def _enqueue(self, item: Item) -> None:
-        self._ready.append(item)
+        (self._suspects if self._spans.is_suspect(item[0]) else self._ready).append(item)
         self._wake.set()
 
     async def _look_up(self, batch: Batch) -> None:
@@ -176,7 +215,7 @@ class Worker:
             await self._clock.sleep(TEND_SECONDS)
             await self._spans.flush()
             if not self._suspects and self._clock.now() - self._last_suspect_at > SUSPICION_SECONDS * 1000:
-                await self._spans.forget_settled(())
+                await self._spans.forget_settled(self._keys.waiting if self._keys is not None else ())
             if self._spans.degraded and not told:
                 self._engine.office.tell(Notice("degraded", f"crashes are not tracked: {self._spans.degraded}"))
             told = self._spans.degraded is not None
@@ -184,21 +223,34 @@ class Worker:
     # ---- running
 
     def _may_run(self) -> bool:
-        if not self._ready or not self._engine.gate.is_open or (self._keys is not None and self._suspects):
-            return False
-        state = self._breaker.state(self._clock.now())
-        return state is BreakerState.CLOSED or (state is BreakerState.PROBING and not self._probing)
+        return bool(self._ready) and self._engine.gate.is_open and self._breaker_lets()
 
     def _has_suspect(self) -> bool:
-        return bool(self._suspects) and self._engine.gate.is_open
+        return bool(self._suspects) and self._engine.gate.is_open and self._breaker_lets()
+
+    def _breaker_lets(self) -> bool:
+        if not self._breaker.is_open:
+            return True
+        return self._breaker.state(self._clock.now()) is BreakerState.PROBING and not self._probing
 
     async def _run_one(self, slot: Slot) -> None:
-        self._probing = self._breaker.state(self._clock.now()) is BreakerState.PROBING
-        self._engine.gate.enter()
+        probe = self._begin()
         try:
             await self._run_item(slot, self._ready.popleft())
         finally:
-            self._engine.gate.leave()
+            self._end(probe)
+
+    def _begin(self) -> bool:
+        """Enter the gate; says whether this run is the probe, of which there is one at a time."""
+        self._engine.gate.enter()
+        if not self._breaker.is_open:
+            return False
+        self._probing = True
+        return True
+
+    def _end(self, probe: bool) -> None:
+        self._engine.gate.leave()
+        if probe:
             self._probing = False
 
     async def _run_item(self, slot: Slot, item: Item) -> None:
@@ -220,19 +272,19 @@ class Worker:
             wait = await self._conclude(delivery, message, ticket, started, answer)
             if wait is None:
                 return
-            ticket = wait.ticket
+            ticket, slot.until = wait.ticket, wait.when
             if await self._clock.wait(self._stopping, max(wait.when - self._clock.now(), 0) / 1000):
                 return
+            slot.until = 0
 
     async def _run_batch(self, slot: Slot) -> None:
-        self._probing = self._breaker.state(self._clock.now()) is BreakerState.PROBING
-        size = 1 if self._probing else min(self.consumer.batch, len(self._ready))
-        self._engine.gate.enter()
+        probe = self._begin()
+        size = 1 if probe or self._singly else min(self.consumer.batch, len(self._ready))
+        self._singly = max(self._singly - 1, 0)
         try:
             await self._run_items(slot, [self._ready.popleft() for _ in range(size)])
         finally:
-            self._engine.gate.leave()
-            self._probing = False
+            self._end(probe)
 
     async def _run_items(self, slot: Slot, items: list[Item]) -> None:
         started = self._clock.now()
@@ -250,10 +302,23 @@ class Worker:
         faults.point("runtime.before_handler")
         answers = await self._slots.call_batch(slot, arguments) if rows else []
         faults.point("runtime.after_handler")
+        if len(rows) > 1 and _is_one_error(answers):
+            self._run_singly([(delivery, ticket) for delivery, _, ticket in rows])
+            return
         for (delivery, message, ticket), answer in zip(rows, answers, strict=True):
             wait = await self._conclude(delivery, message, ticket, started, answer)
             if wait is not None:
                 self._keep(delivery, wait)
+
+    def _run_singly(self, items: list[Item]) -> None:
+        """A batch failed as a whole: its messages run again one by one, and uncounted, so that only culprits pay."""
+        for item in reversed(items):
+            if self._has_ended(item[0]):
+                self._drop(item[0])
+            else:
+                self._ready.appendleft(item)
+                self._singly += 1
+        self._wake.set()
 
     async def _run_suspect(self, slot: Slot) -> None:
         """Run one suspect with nothing beside it, under a record of its own; file it when that killed us before."""
@@ -280,6 +345,7 @@ class Worker:
             self._spans.ended(delivery)
             self._settler.finish(Done(delivery, "skipped"))
             return None
+        self._running[id(delivery)] = delivery
         return codec.original(delivery.message, ticket), ticket
 
     async def _held(self, delivery: Delivery, message: Message, ticket: Ticket | None) -> bool:
@@ -290,13 +356,25 @@ class Worker:
                 return False
         except FilingFailed as error:
             log.warning("%s: %s", self.consumer.name, error)
+            if self._has_ended(delivery):
+                self._drop(delivery)
+                return True
             self._keep(
                 delivery, Wait(ticket or self.consumer.first_ticket(message, 0), self._clock.now() + 1000, False)
             )
             return True
+        self._has_ended(delivery)
         self._spans.ended(delivery)
         self._settler.finish(Done(delivery, "held", ticket))
         return True
+
+    def _has_ended(self, delivery: Delivery) -> bool:
+        """Note that it does not run any more; True when its lane was lost meanwhile, so that it is not ours to run."""
+        number = id(delivery)
+        self._running.pop(number, None)
+        is_orphan = number in self._orphans
+        self._orphans.discard(number)
+        return is_orphan
 
     def _on_settled(self, done: Done) -> None:
         assert self._keys is not None
@@ -308,12 +386,19 @@ class Worker:
         self, delivery: Delivery, message: Message, ticket: Ticket | None, started: Millis, answer: Answer
     ) -> Wait | None:
         """Act on a run's answer; hands back a wait that its slot should sit out in place."""
-        self._spans.ended(delivery)
         verdict = await self._judge.conclude(delivery, message, ticket, started, answer)
-        if isinstance(verdict, PutBack):
-            self._ready.appendleft((delivery, verdict.ticket))
+        if self._breaker.is_open:
             self._wake_at(self._breaker.probe_at)
-        elif isinstance(verdict, Wait):
+        if not (isinstance(verdict, Wait) and verdict.in_slot) and self._has_ended(delivery) and verdict is not None:
+            self._drop(delivery)
+            return None
+        if isinstance(verdict, PutBack):
+            # At the end, so that the next probe is another message: this one may fail for reasons of its own.
+            # Its start record stays open, for it will run again.
+            self._ready.append((delivery, verdict.ticket))
+            return None
+        self._spans.ended(delivery)
+        if isinstance(verdict, Wait):
             if verdict.in_slot:
                 return verdict
             self._keep(delivery, verdict)
@@ -322,11 +407,15 @@ class Worker:
         return None
 
     def _wake_at(self, when: Millis) -> None:
+        if when == self._wakes_at:
+            return
+        self._wakes_at = when
+
         async def later() -> None:
             await self._clock.sleep(max(when - self._clock.now(), 1) / 1000)
             self._wake.set()
 
-        self._settler.spawn(later())
+        self._settler.spawn(later(), when)
 
     # ---- waiting in memory (redeliver, block)
 
@@ -353,7 +442,7 @@ class Worker:
 
     # ---- stopping
 
-    async def _drain(self) -> None:
+    async def _drain(self, settling: asyncio.Task[None]) -> None:
         """Let running handlers finish and settle, within the grace time; what has not started goes back."""
         self._ready.clear()
         self._suspects.clear()
@@ -361,7 +450,7 @@ class Worker:
         if self._keys is not None:
             self._keys.clear()
         deadline = perf_counter() + self._grace
-        while perf_counter() < deadline and (self._slots.busy or not self._settler.idle):  # noqa: ASYNC110
+        while perf_counter() < deadline and not settling.done() and (self._slots.busy or not self._settler.idle):
             await asyncio.sleep(DRAIN_TICK)
 
     def _on_task_end(self, task: asyncio.Task[None]) -> None:
@@ -377,3 +466,19 @@ class Worker:
         if slot.solo or lost * 2 >= size:
             self._lost_slots = lost
             self.stop()
+
+
+def _take(queue: deque[Item], lanes: frozenset[Lane]) -> list[Delivery]:
+    """Remove what is of these lanes, and say what that was."""
+    items = list(queue)
+    queue.clear()
+    queue.extend(item for item in items if item[0].lane not in lanes)
+    return [delivery for delivery, _ in items if delivery.lane in lanes]
+
+
+def _is_one_error(answers: list[Answer]) -> bool:
+    """Whether a batch handler raised, and not to say itself what should become of them all."""
+    first = answers[0]
+    if not isinstance(first, Failed) or isinstance(first.error, ReportedFailure | Retry | DeadLetter | Discard):
+        return False
+    return all(answer is first for answer in answers)

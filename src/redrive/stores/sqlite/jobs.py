@@ -211,10 +211,10 @@ def _release_cancelled(connection: sqlite3.Connection, now: Millis) -> None:
 
 
 class _Claim(Struct):
-    """What a window holds: letters to publish, and refusals."""
+    """What a window holds: letters to publish, how each came to be in it, and refusals."""
 
     seqs: list[int]
-    letters: list[str]
+    deeds: list[audit.Deed]
     refused: list[Refusal]
 
 
@@ -228,7 +228,7 @@ def _advance(connection: sqlite3.Connection, job: Job, now: Millis) -> list[Stor
                 job = _shut(connection, job, sent=len(_window_items(connection, job)), refused=0)
         elif job.window_end < job.total:
             job, claimed = _open_window(connection, job, now)
-            deeds += (("pending to replaying", letter) for letter in claimed)
+            deeds += claimed
         else:
             job = _shut(connection, job, sent=0, refused=0)
     if deeds:
@@ -241,7 +241,7 @@ def _handed_out(connection: sqlite3.Connection, job: Job) -> list[StoredLetter]:
     return [rows.stored(row) for row in connection.execute(_OPEN, window)]
 
 
-def _open_window(connection: sqlite3.Connection, job: Job, now: Millis) -> tuple[Job, list[str]]:
+def _open_window(connection: sqlite3.Connection, job: Job, now: Millis) -> tuple[Job, list[audit.Deed]]:
     """Move the window, and claim its letters; one in which everything was refused is closed again at once."""
     end = min(job.window_end + job.window, job.total)
     items = connection.execute(_ITEMS, (job.id, job.window_end, end)).fetchall()
@@ -255,7 +255,7 @@ def _open_window(connection: sqlite3.Connection, job: Job, now: Millis) -> tuple
         "UPDATE jobs SET window_start = ?, window_end = ?, refused = refused + ? WHERE id = ?",
         (job.window_end if claim.seqs else end, end, len(claim.refused), job.id),
     )
-    return _again(connection, job), claim.letters
+    return _again(connection, job), claim.deeds
 
 
 def _claim_held(connection: sqlite3.Connection, job: Job, item: tuple[Any, ...], claim: _Claim, now: Millis) -> None:
@@ -266,7 +266,7 @@ def _claim_held(connection: sqlite3.Connection, job: Job, item: tuple[Any, ...],
         return
     connection.execute(_CLAIM, (job.id, now, rows.ids_json([seq])))
     claim.seqs.append(seq)
-    claim.letters.append(letter)
+    claim.deeds.append(("held to replaying", letter))
 
 
 def _sorted_out(items: list[tuple[Any, ...]]) -> _Claim:
@@ -274,7 +274,7 @@ def _sorted_out(items: list[tuple[Any, ...]]) -> _Claim:
     for _, letter, seq, state, purged_at in items:
         if state == State.PENDING:
             claim.seqs.append(seq)
-            claim.letters.append(letter)
+            claim.deeds.append(("pending to replaying", letter))
         elif state is None:
             claim.refused.append(Refusal(letter, "is unknown" if purged_at is None else "was purged"))
         else:

@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
+from redrive.codec import BODY_AT_SOURCE
 from redrive.letter import Claim, Kind, Letter, Reason, State, StoredLetter
 from redrive.message import Headers, Message
 from redrive.stores.base import Occurrence, Summary

@@ -5,7 +5,7 @@ WORKERS ?= 2
 COMPILE := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes \
 	--no-emit-index-url --no-emit-find-links --custom-compile-command 'make lock' $(if $(UPGRADE),--upgrade)
 
-.PHONY: help setup demo test lint fmt lock clean
+.PHONY: help setup demo test chaos lint fmt lock clean
 .DEFAULT_GOAL := help
 
 help: ## say what can be made
@@ -22,6 +22,9 @@ demo: setup ## run the whole product on its embedded default; CHECK=1 plays the 
 
 test: lint ## check and test everything
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
+
+chaos: setup ## kill processes at every fault point, then in storms; SEEDS=n or SECONDS=s say how many
+	@$(BIN)/python -m chaos --jobs $(WORKERS) $(if $(SEEDS),--seeds $(SEEDS)) $(if $(SECONDS),--seconds $(SECONDS))
 
 lint: setup ## style, layers and types
 	@$(BIN)/ruff check --quiet

@@ -1,3 +1,3 @@
-"""Stands at the root so that tests can import `lab` and every test run has its servers."""
+"""Stands at the root so that tests can import `lab` and `chaos`, and every test run has its servers."""
 
-pytest_plugins = ("lab.pytest_plugin",)
+pytest_plugins = ("lab.pytest_plugin", "chaos.pytest_plugin")

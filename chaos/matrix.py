@@ -7,6 +7,7 @@ from random import Random
 
 from msgspec import Struct
 
+from chaos.history import OFFICE, WORKER
 from chaos.plan import Fault
 from chaos.run import Result, play
 from redrive.faults import POINTS
@@ -14,8 +15,6 @@ from redrive.faults import POINTS
 ACTIONS = ("kill", "exit", "raise", "stop")
 RARE = frozenset({"office.after_blob", "office.after_spool", "spool.after_drain", "runtime.after_outcome"})
 """Passed once or twice in a run, so only the first pass is sure to come."""
-NEVER = frozenset[str]()
-MOST_FAULTS = 3
 COLUMNS = ("point", "action", "nth", "verdict", "kills", "duplicates", "seconds")
 
 
@@ -73,10 +72,17 @@ def full() -> Iterator[Case]:
 
 
 def storm(seed: int) -> Case:
-    """Up to three faults at once, in any processes; each process dies of one of them at a time."""
-    rng = Random(seed)  # noqa: S311 - a plan, no secret
-    points = rng.sample([point for point in POINTS if point not in RARE], rng.randint(2, MOST_FAULTS))
-    return Case(seed, tuple(Fault(point, rng.choice(ACTIONS), rng.randint(1, 4), rng.randint(1, 2)) for point in points))
+    """Several faults in one run: a worker and the office die, and what is started in their place may die again."""
+    rng = Random(seed)
+    faults: list[Fault] = []
+    for role in (WORKER, OFFICE):
+        points = [point for point in POINTS if point not in RARE and Fault(point).role == role]
+        for start in range(rng.randint(1, 2)):
+            action, nth = rng.choice(ACTIONS), rng.randint(1, 3) if start == 0 else 1
+            faults.append(Fault(rng.choice(points), action, nth, start))
+            if action == "stop":  # nothing is started in its place
+                break
+    return Case(seed, tuple(faults))
 
 
 def run(case: Case, bug: str = "", *, keep: bool = False) -> Result:
@@ -101,4 +107,6 @@ def row(case: Case, result: Result) -> tuple[str, ...]:
 def table(rows: Iterable[tuple[str, ...]]) -> str:
     lines = [COLUMNS, *rows]
     widths = [max(len(line[column]) for line in lines) for column in range(len(COLUMNS))]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines)
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
+    )

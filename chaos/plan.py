@@ -55,15 +55,22 @@ class Source(Struct, frozen=True):
 
 
 class Fault(Struct, frozen=True):
-    """At the nth pass of a point, in the first process of its role, in each of its first `starts`."""
+    """At the nth pass of a point, in the first process of its role or in what is started after it."""
 
     point: str
     action: str = "kill"
     nth: int = 1
-    starts: int = 1
+    start: int = 0
 
     def __post_init__(self) -> None:
         faults.parse(self.spec)
+
+    @classmethod
+    def read(cls, text: str) -> Fault:
+        """As `str` writes it: point:nth:action, and @1 for the second start."""
+        spec, _, start = text.partition("@")
+        point, nth, action = spec.split(":")
+        return cls(point, action, int(nth), int(start or 0))
 
     @property
     def spec(self) -> str:
@@ -74,7 +81,7 @@ class Fault(Struct, frozen=True):
         return OFFICE if self.point.partition(".")[0] in ("collector", "replayer") else WORKER
 
     def __str__(self) -> str:
-        return f"{self.spec}:{self.starts}" if self.starts > 1 else self.spec
+        return f"{self.spec}@{self.start}" if self.start else self.spec
 
 
 class Planned(Struct, frozen=True):
@@ -111,7 +118,7 @@ class Plan(Struct, frozen=True):
 
     def messages(self) -> list[Planned]:
         """In the order of production; every kind is in both halves, or in both partitions, or in all four."""
-        rng = Random(self.seed)  # noqa: S311 - a plan, no secret
+        rng = Random(self.seed)
         found = [*self._plain(rng, "orders", [*_MIX, HUGE]), *self._plain(rng, "payments", _MIX)]
         rng.shuffle(found)
         return sorted([*found, *self._ordered(rng)], key=lambda one: one.half)

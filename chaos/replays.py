@@ -82,7 +82,7 @@ def _letter(number: int) -> Letter:
     name, body = f"bulk-{number}", msgspec.json.encode({"kind": "broken", "fails": 0, "number": number})
     message = Message("embedded", BULK.name, 0, str(number), 1, f"k{number}".encode(), body, ((ID, name.encode()),))
     return Letter(
-        identity(message, GROUP), message, GROUP, Kind.PERMANENT, Reason.PERMANENT, "chaos.Bug", "not mended yet", 1, 1, 1
+        identity(message, GROUP), message, GROUP, Kind.PERMANENT, Reason.PERMANENT, "Bug", "not mended yet", 1, 1, 1
     )
 
 

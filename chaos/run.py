@@ -276,6 +276,7 @@ async def _play(place: Place, plan: Plan, faults: tuple[Fault, ...], bug: str) -
 
 
 def by_start(faults: Sequence[Fault], role: str) -> list[list[Fault]]:
-    """The faults of the first process in this role, of the second, and so on."""
+    """The faults of the first process in this role, of the one started after it, and so on."""
     mine = [fault for fault in faults if fault.role == role]
-    return [[fault for fault in mine if number < fault.starts] for number in range(max((f.starts for f in mine), default=0))]
+    starts = max((fault.start + 1 for fault in mine), default=0)
+    return [[fault for fault in mine if fault.start == number] for number in range(starts)]

@@ -48,10 +48,17 @@ async def _run(role: str, place: Place) -> None:
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, _say_what_runs)
     async with app:
         await _make_impatient(app)
         Witness(place.passes).note(UP)
         await ROLES[role](app, stopping)
+
+
+def _say_what_runs() -> None:
+    """Into the log, for a process that hangs."""
+    for task in asyncio.all_tasks():
+        task.print_stack(limit=6)
 
 
 async def _work(app: Redrive, stopping: asyncio.Event) -> None:

@@ -10,7 +10,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
-from types import TracebackType
+from pathlib import Path
 
 from chaos.history import OFFICE, WORKER, passes
 from chaos.mutants import VARIABLE as BUG
@@ -40,6 +40,10 @@ class Child:
         return self.faults[number] if number < len(self.faults) else ()
 
     @property
+    def is_alive(self) -> bool:
+        return self.process is not None and self.process.poll() is None
+
+    @property
     def kind(self) -> str:
         return WORKER if self.role == "worker" else OFFICE
 
@@ -58,7 +62,7 @@ class Supervisor:
         self._watching = asyncio.create_task(self._watch())
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, e: BaseException | None, at: TracebackType | None) -> None:
+    async def __aexit__(self, *error: object) -> None:
         self._leave_alone()
         for child in self.children:
             if child.process is not None:
@@ -77,30 +81,49 @@ class Supervisor:
             child.process.kill()
 
     def unreached(self) -> list[str]:
-        """Faults whose point was not passed often enough, so that nothing is proven about them."""
+        """Faults of first starts whose point was not passed often enough, so that nothing is proven about them.
+
+        What is started later may find no work left; that is no fault of the harness.
+        """
         passed = passes(self._place.passes)
-        found = []
-        for child in self.children:
-            for number, faults in enumerate(child.faults):
-                pid = child.pids[number] if number < len(child.pids) else 0
-                found += [f"{child.name}: {fault}" for fault in faults if passed[pid, fault.point] < fault.nth]
-        return found
+        return [
+            f"{child.name}: {fault}"
+            for child in self.children
+            for fault in (child.faults[0] if child.faults else ())
+            if passed[child.pids[0], fault.point] < fault.nth
+        ]
 
     async def stop(self) -> None:
         """Ask all of them to end well; who does not is a defect. One that has hardly started may die of being asked."""
         self._leave_alone()
+        await self._question_survivors()
         for child in self.children:
             if child.process is not None:
                 child.process.send_signal(signal.SIGCONT)
                 child.process.terminate()
         deadline = time.monotonic() + LEAVE_SECONDS
-        while time.monotonic() < deadline and any(c.process is not None and c.process.poll() is None for c in self.children):
+        while time.monotonic() < deadline and any(child.is_alive for child in self.children):
             await asyncio.sleep(LOOK_SECONDS)
         self.defects += [
             f"{child.name} did not stop cleanly ({child.process.poll()}): {self._tail(child)}"
             for child in self.children
             if child.process is not None and child.process.poll() not in (0, -signal.SIGTERM)
         ]
+
+    async def _question_survivors(self) -> None:
+        """Who lives on though a fault should have ended it says in its log what it is doing."""
+        passed = passes(self._place.passes)
+        hanging = [
+            child
+            for child in self.children
+            if child.is_alive
+            and any(f.action != "stop" and passed[child.pids[-1], f.point] >= f.nth for f in child.due())
+        ]
+        for child in hanging:
+            assert child.process is not None
+            child.process.send_signal(signal.SIGUSR1)
+            self.defects.append(f"{child.name} outlived its fault; its log says what it was doing")
+        await asyncio.sleep(0.3 if hanging else 0.0)
 
     def _leave_alone(self) -> None:
         if self._watching is not None:
@@ -115,7 +138,7 @@ class Supervisor:
             child.process = subprocess.Popen(
                 [sys.executable, "-m", "chaos.service", child.role, str(self._place.home)],
                 stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
-                env={**kept, **extra},
+                env={**kept, **extra}, cwd=Path(__file__).parents[1],
             )  # fmt: skip
         child.pids.append(child.process.pid)
         child.stopped_at = None

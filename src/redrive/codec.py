@@ -41,6 +41,11 @@ class Ticket(Struct, frozen=True, omit_defaults=True):
     key: str = ""
     history: tuple[Attempt, ...] = ()
 
+    @property
+    def run_key(self) -> str:
+        """Names the count of this message's runs; each replay starts a count of its own."""
+        return f"{self.letter}-{self.hop}"
+
 
 _ticket = msgspec.json.Decoder(Ticket)
 _letter = msgspec.json.Decoder(Letter)
@@ -88,8 +93,9 @@ def read_letter(message: Message, keyring: Keyring, now: Millis) -> Letter:
 
 def bare(headers: Headers) -> Headers:
     """The headers without our own."""
-    if any(name in RESERVED for name, _ in headers):
-        return tuple(pair for pair in headers if pair[0] not in RESERVED)
+    for name, _ in headers:  # a loop, because it runs for every message and a generator costs more than the rest
+        if name in RESERVED:
+            return tuple(pair for pair in headers if pair[0] not in RESERVED)
     return headers
 
 
@@ -101,7 +107,7 @@ def original(message: Message, ticket: Ticket | None) -> Message:
     origin = ticket.origin
     return Message(
         origin.broker, origin.source, origin.partition, origin.position, origin.timestamp,
-        message.key, message.body, bare(message.headers),
+        message.key, message.body, bare(message.headers), ticket.key,
     )  # fmt: skip
 
 

@@ -92,6 +92,33 @@ class EmbeddedSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     retention_seconds: Seconds | None = None
 
 
+KafkaProperty = Literal[
+    "security.protocol", "sasl.mechanism", "sasl.username", "sasl.password",
+    "sasl.kerberos.service.name", "sasl.kerberos.principal", "sasl.kerberos.keytab",
+    "sasl.oauthbearer.method", "sasl.oauthbearer.client.id", "sasl.oauthbearer.client.secret",
+    "sasl.oauthbearer.scope", "sasl.oauthbearer.extensions", "sasl.oauthbearer.token.endpoint.url",
+    "ssl.ca.location", "ssl.ca.pem", "ssl.certificate.location", "ssl.certificate.pem",
+    "ssl.key.location", "ssl.key.pem", "ssl.key.password", "ssl.keystore.location", "ssl.keystore.password",
+    "ssl.crl.location", "ssl.endpoint.identification.algorithm", "enable.ssl.certificate.verification",
+]  # fmt: skip
+"""How to be let in. Any other property of librdkafka could take a promise away, so none can be set."""
+
+
+class KafkaSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Kafka; what is None is left to its own default. The first block is for topics that redrive creates."""
+
+    partitions: Count | None = None
+    replicas: Annotated[int, Meta(ge=1, le=32767)] | None = None
+    retention_seconds: Seconds | None = None
+    compression: Literal["none", "gzip", "snappy", "lz4", "zstd"] | None = None
+    max_message_bytes: Annotated[int, Meta(ge=1000, le=100 << 20)] | None = None
+    create_topics: bool | None = None
+    retry_seconds: Annotated[tuple[Annotated[int, Meta(ge=1, le=2_000_000)], ...], Meta(min_length=1)] | None = None
+    group_protocol: Literal["classic", "consumer"] | None = None
+    session_seconds: Annotated[float, Meta(ge=1, le=3600)] | None = None
+    client: dict[KafkaProperty, Text] | None = None
+
+
 class ServeSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     host: Text = "127.0.0.1"
     port: Port = 8400
@@ -117,6 +144,7 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     attempts: Text | None = None
     signing_keys: tuple[SigningKey, ...] = ()
     embedded: EmbeddedSettings = EmbeddedSettings()
+    kafka: KafkaSettings = KafkaSettings()
     serve: ServeSettings = ServeSettings()
     replay: ReplaySettings = ReplaySettings()
     defaults: ConsumerSettings = ConsumerSettings()

@@ -135,7 +135,7 @@ def letter_of(
     hide = [found[name] for name in consumer.masked if len(found.get(name, "")) >= SHORTEST_SECRET]
     return Letter(
         id=ticket.letter,
-        message=message,
+        message=replace(message, idempotency_key="") if message.idempotency_key else message,
         group=consumer.group,
         kind=failure.kind,
         reason=reason,

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from redrive.errors import ConfigError, PayloadUnreadable, ReportedFailure
+from redrive.errors import ConfigError, Discard, PayloadUnreadable, ReportedFailure
 from redrive.message import Message
 
 
@@ -19,9 +19,13 @@ class Handled(Struct, frozen=True):
 
 
 class Failed(Struct, frozen=True):
-    """Retried or filed like an exception."""
+    """Retried or filed like an exception, unless it asks to be discarded."""
 
     error: BaseException
+
+    @property
+    def discards(self) -> bool:
+        return isinstance(self.error, Discard)
 
 
 class Recorded(Struct, frozen=True):
@@ -54,6 +58,8 @@ class Handler(Struct, frozen=True):
 
     def answer(self, value: Any) -> Answer:
         """What a returned value means. Without `result=`, returning at all means handled."""
+        if value is None and self.result is None:
+            return HANDLED
         if isinstance(value, (Handled, Failed, Recorded)):
             return value
         if isinstance(value, BaseException):

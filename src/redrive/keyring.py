@@ -66,6 +66,9 @@ def from_file(path: Path) -> bytes:
                 pass
             finally:
                 draft.unlink()
-        return path.read_bytes().strip()
+        return bytes.fromhex(path.read_text())
     except OSError as error:
         raise ConfigError(str(error), key="signing_keys", fix=f"make {path} readable and writable") from error
+    except ValueError as error:
+        fix = "put what redrive keygen prints there"
+        raise ConfigError(f"{path} holds no key", key="signing_keys", fix=fix) from error

@@ -24,7 +24,10 @@ class Coordinates(Struct, frozen=True):
 
 
 class Message(Struct, frozen=True):
-    """One message as the broker handed it over. Null differs from empty in key, body and header values."""
+    """One message as the broker handed it over. Null differs from empty in key, body and header values.
+
+    `idempotency_key` is set on replayed copies: the same for every copy of one request, so that a handler can tell.
+    """
 
     broker: str
     source: str
@@ -34,6 +37,7 @@ class Message(Struct, frozen=True):
     key: bytes | None
     body: bytes | None
     headers: Headers = ()
+    idempotency_key: str = ""
 
     @property
     def coordinates(self) -> Coordinates:

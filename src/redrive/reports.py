@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
 
-from redrive.brokers.base import Broker, Confirmed
+from redrive.brokers.base import Broker, Confirmed, Refused
 from redrive.clock import Clock
 from redrive.codec import SIGNATURE
 from redrive.errors import BrokerUnavailable, RedriveError
@@ -25,6 +25,15 @@ FLUSH_SECONDS = 1.0
 SEND_SECONDS = 5.0
 Send = Callable[[Report], Awaitable[None]]
 
+
+class ReportTooLarge(RedriveError):
+    """The broker takes no message of this size; two smaller ones say the same."""
+
+    def __init__(self, broker: str, why: str) -> None:
+        self.broker, self.why = broker, why
+        super().__init__(f"{broker} refused a report: {why}")
+
+
 _KEY = ("source", "group", "handler", "minute")
 _report = msgspec.json.Decoder(Report)
 
@@ -37,7 +46,7 @@ class Reporter:
         self._serial = 0
         self._tallies: dict[tuple[str, str, str, int], dict[str, int]] = {}
         self._recorded: list[Recorded] = []
-        self._unsent: Report | None = None
+        self._unsent: list[Report] = []
 
     def count(self, source: str, group: str, handler: str, what: str, number: int = 1) -> None:
         """Add to a field of Tally, by name, in the current minute."""
@@ -53,19 +62,18 @@ class Reporter:
 
         The copies are settled either way: the quiet window then decides.
         """
-        return await self._deliver(self._report(outcomes=tuple(outcomes)))
+        return await self._deliver([self._report(outcomes=tuple(outcomes))])
 
     async def flush(self) -> None:
         """Send the counts so far. What cannot be sent is sent again under its old serial, so it counts once."""
-        if self._unsent is None and (self._tallies or self._recorded):
+        if not self._unsent and (self._tallies or self._recorded):
             rows = tuple(
                 msgspec.convert(dict(zip(_KEY, key, strict=True)) | counts, Tally)
                 for key, counts in self._tallies.items()
             )
-            self._unsent = self._report(tallies=rows, recorded=tuple(self._recorded))
+            self._unsent = [self._report(tallies=rows, recorded=tuple(self._recorded))]
             self._tallies, self._recorded = {}, []
-        if self._unsent is not None and await self._deliver(self._unsent):
-            self._unsent = None
+        await self._deliver(self._unsent)
 
     async def run(self) -> None:
         """Flush every second until cancelled."""
@@ -83,13 +91,32 @@ class Reporter:
         self._serial += 1
         return Report(self._runtime, self._serial, self._host, self._clock.now(), outcomes, tallies, recorded)
 
-    async def _deliver(self, report: Report) -> bool:
-        try:
-            await _bounded(self._send(report))
-        except (RedriveError, TimeoutError) as error:
-            log.warning("a report could not be sent: %s", error)
-            return False
+    async def _deliver(self, unsent: list[Report]) -> bool:
+        """Send these, in smaller ones where one is too large. What could not be sent yet stays in the list."""
+        while unsent:
+            try:
+                await _bounded(self._send(unsent[0]))
+                del unsent[0]
+            except ReportTooLarge as error:
+                unsent[:1] = self._parts(unsent[0], error)
+            except (RedriveError, TimeoutError) as error:
+                log.warning("a report could not be sent: %s", error)
+                return False
         return True
+
+    def _parts(self, report: Report, error: ReportTooLarge) -> list[Report]:
+        """Two halves of it; none, when it says only one thing: that must not keep back everything after it."""
+        size = len(report.outcomes) + len(report.tallies) + len(report.recorded)
+        if size < 2:
+            log.error("a report that no destination takes is dropped: %s", error)
+            return []
+        halves = [_half(report, which) for which in (0, 1)]
+        return [self._report(outcomes=one[0], tallies=one[1], recorded=one[2]) for one in halves]
+
+
+def _half(report: Report, which: int) -> tuple[tuple[Outcome, ...], tuple[Tally, ...], tuple[Recorded, ...]]:
+    """Every other row of everything in it, so that a half is smaller whatever it is full of."""
+    return report.outcomes[which::2], report.tallies[1 - which :: 2], report.recorded[which::2]
 
 
 async def _bounded(work: Awaitable[None]) -> None:
@@ -102,6 +129,8 @@ def through_broker(broker: Broker, keyring: Keyring) -> Send:
 
     async def send(report: Report) -> None:
         [result] = await broker.publish([report_copy(report, keyring)])
+        if isinstance(result, Refused) and result.too_large:
+            raise ReportTooLarge(broker.name, result.why)
         if not isinstance(result, Confirmed):
             raise BrokerUnavailable(broker.name, REPORTS, result)
 

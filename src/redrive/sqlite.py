@@ -1,4 +1,4 @@
-"""One SQLite file behind one thread: WAL, immediate transactions, every commit durable, migrations by number."""
+"""One SQLite file behind one thread: WAL, immediate transactions, commits that last, migrations by number."""
 
 from __future__ import annotations
 
@@ -21,8 +21,21 @@ MEMORY = ":memory:"
 class Database:
     """Runs functions on the connection, one at a time, off the event loop. Errors come out as sqlite3.Error."""
 
-    def __init__(self, path: str, migrations: Sequence[str], *, part: str = "", page_size: int = 4096) -> None:
-        """A named part keeps a schema version of its own, so that it can share the file with others."""
+    def __init__(
+        self,
+        path: str,
+        migrations: Sequence[str],
+        *,
+        part: str = "",
+        page_size: int = 4096,
+        survives_power_cut: bool = True,
+    ) -> None:
+        """A named part keeps a schema version of its own, so that it can share the file with others.
+
+        What must survive a crash of the process only is written without waiting for the disk: a power cut may then
+        undo the last commits, but never damages the file.
+        """
+        self._synchronous = "FULL" if survives_power_cut else "NORMAL"
         self._page_size = page_size
         self.path = path
         self._part = part
@@ -65,7 +78,7 @@ class Database:
         try:
             connection.execute(f"PRAGMA page_size = {self._page_size:d}")  # of a new file; a file keeps what it has
             _use_wal(connection)
-            connection.execute("PRAGMA synchronous = FULL")
+            connection.execute(f"PRAGMA synchronous = {self._synchronous}")
             connection.execute("PRAGMA foreign_keys = ON")
             self._connection = connection
             self._migrate(connection)

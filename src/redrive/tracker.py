@@ -65,6 +65,15 @@ class Tracker:
             for offset in offsets:
                 self.deliver(offset)
 
+    def is_open(self, offset: int, generation: int) -> bool:
+        """Whether it was handed out under this ownership and is not settled yet."""
+        return generation == self.generation and offset in self._open
+
+    def are_open(self, offsets: Sequence[int], generation: int) -> bool:
+        """Whether all of these are, and none is named twice."""
+        unique = set(offsets)
+        return generation == self.generation and len(unique) == len(offsets) and self._open >= unique
+
     def settle(self, offset: int, generation: int) -> bool:
         """True when it was handed out under this ownership and not settled before."""
         if generation != self.generation or offset not in self._open:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import re
 import secrets
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from msgspec import Struct
 
@@ -22,6 +23,7 @@ from redrive.errors import (
     AttemptsUnavailable,
     BrokerUnavailable,
     ConfigError,
+    MissingExtra,
     SpoolFailed,
     StoreUnavailable,
     Unreachable,
@@ -106,10 +108,36 @@ def _home(config: Config) -> Path | None:
 
 def _broker(config: Config, clock: Clock) -> Broker:
     def embedded(path: str) -> Broker:
-        settings = {name: getattr(config.embedded, name) for name in config.embedded.__struct_fields__}
-        return EmbeddedBroker(path, clock=clock, **{k: v for k, v in settings.items() if v is not None})
+        return EmbeddedBroker(path, clock=clock, **_given(config.embedded))
 
-    return _choose("broker", config.broker, {"embedded": embedded})
+    def kafka(address: str) -> Broker:
+        try:
+            from redrive.brokers.kafka import KafkaBroker
+        except ModuleNotFoundError as missing:
+            if missing.name is None or not missing.name.startswith("confluent_kafka"):
+                raise
+            raise MissingExtra("kafka://…", "kafka") from missing
+        return KafkaBroker(_servers(address), clock=clock, **_given(config.kafka))
+
+    return _choose("broker", config.broker, {"embedded": embedded, "kafka": kafka})
+
+
+def _given(settings: Struct) -> dict[str, Any]:
+    """What is set; the rest keeps the backend's own default."""
+    named = {name: getattr(settings, name) for name in settings.__struct_fields__}
+    return {name: value for name, value in named.items() if value is not None}
+
+
+def _servers(address: str) -> str:
+    """host:port,host:port as librdkafka reads it; the port is 9092 where none is given."""
+    servers = [server.strip() for server in address.rstrip("/").split(",")]
+    for server in servers:
+        if not re.fullmatch(r"([\w.-]+|\[[\da-fA-F:.]+\])(:\d+)?", server):
+            raise ConfigError(
+                f"{server!r} is no server", key="broker",
+                fix="write kafka://host:9092,host:9092, and everything else in the table [kafka]",
+            )  # fmt: skip
+    return ",".join(servers)
 
 
 def _store(url: str) -> Store:
@@ -138,6 +166,8 @@ def _keyring(config: Config, home: Path | None) -> Keyring:
     """The configured keys; else the key beside an embedded broker; else, in memory, one of this process."""
     if config.signing_keys:
         return Keyring([bytes.fromhex(key) for key in config.signing_keys])
+    if not config.broker.startswith("embedded://"):
+        raise ConfigError("workers and office must share a key", key="signing_keys", fix="run: redrive keygen")
     return Keyring([secrets.token_bytes(32) if home is None else from_file(home / "signing.key")])
 
 

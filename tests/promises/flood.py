@@ -138,7 +138,7 @@ class FloodStream:
     def __init__(self, flood: Flood, subscription: Subscription) -> None:
         self._flood, self._subscription = flood, subscription
         self.wake = asyncio.Event()
-        self._resting: Millis | None | bool = False
+        self._resting: Millis | bool | None = False
         self._is_new = True
 
     def __aiter__(self) -> FloodStream:

@@ -69,7 +69,7 @@ def test_threads_that_race_for_the_key_agree_on_one(tmp_path: Path) -> None:
 
     with ThreadPoolExecutor(16) as pool:
         keys = {future.result() for future in [pool.submit(race) for _ in range(16)]}
-    assert keys == {path.read_bytes()}
+    assert keys == {bytes.fromhex(path.read_text())}
     assert list(tmp_path.iterdir()) == [path]
 
 
@@ -77,7 +77,7 @@ def test_processes_that_race_for_the_key_agree_on_one(tmp_path: Path) -> None:
     path = tmp_path / "signing.key"
     with ProcessPoolExecutor(4, mp_context=multiprocessing.get_context("spawn")) as pool:
         keys = set(pool.map(from_file, [path] * 16))
-    assert keys == {path.read_bytes()}
+    assert keys == {bytes.fromhex(path.read_text())}
     assert list(tmp_path.iterdir()) == [path]
 
 

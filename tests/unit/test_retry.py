@@ -169,6 +169,9 @@ def test_no_backoff_overflows(shape: str, base: float, factor: float, run: int) 
 def test_the_longest_wait_between_runs_is_known_beforehand() -> None:
     assert exponential(1, cap=60).longest(5) == 8
     assert delays([9, 1]).longest(3) == 9
+    assert exponential(8, factor=0.5).longest(5) == linear(2).longest(5) == 8
+    assert delays([1, 9]).longest(2) == 1
+    assert delays([1, 9]).longest(2**31) == constant(9).longest(2**31) == 9  # at once, however many runs
 
 
 @pytest.mark.parametrize(

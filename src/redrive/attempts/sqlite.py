@@ -67,7 +67,9 @@ class SqliteAttempts:
     def __init__(self, path: str | Path, *, ttl_seconds: float = 7 * 86400) -> None:
         self.path = str(path)
         self._ttl = int(ttl_seconds * 1000)
-        self._database = Database(self.path, _MIGRATIONS, part="attempts")
+        # A record must outlive the process, and what is written does. It need not outlive a power cut, which is no
+        # message's fault: that would cost a sync for every batch, to have innocents run alone afterwards.
+        self._database = Database(self.path, _MIGRATIONS, part="attempts", survives_power_cut=False)
 
     async def open(self) -> None:
         await self._named(self._database.open())
@@ -133,9 +135,15 @@ def _text(raw: bytes) -> str:
 
 
 def _row(span: Span) -> tuple[bytes, bytes, bytes, int, bytes, bool]:
-    positions = msgspec.msgpack.encode([_raw(position) for position in span.positions])
-    return (_raw(span.id), _raw(span.source), _raw(span.group), span.partition, positions, span.alone)
+    return (_raw(span.id), _raw(span.source), _raw(span.group), span.partition, _packed(span.positions), span.alone)
+
+
+def _packed(positions: tuple[str, ...]) -> bytes:
+    try:
+        return msgspec.msgpack.encode(positions)
+    except UnicodeEncodeError:
+        return msgspec.msgpack.encode([_raw(position) for position in positions])
 
 
 def _positions(packed: bytes) -> tuple[str, ...]:
-    return tuple(_text(raw) for raw in msgspec.msgpack.decode(packed, type=tuple[bytes, ...]))
+    return tuple(one if isinstance(one, str) else _text(one) for one in msgspec.msgpack.decode(packed))

@@ -141,10 +141,11 @@ class Depth(Struct, frozen=True):
 
 
 class SourceSpec(Struct, frozen=True):
-    """A source that must exist before the work starts."""
+    """A source that must exist before the work starts. `letters`: dead letters, of which it may forget none."""
 
     name: str
     partitions: int | None = None
+    letters: bool = False
 
 
 class Abilities(Struct, frozen=True):

@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from redrive.attempts.base import Attempts
 from redrive.brokers.base import Broker
-from redrive.clock import Clock
+from redrive.clock import Clock, Millis
 from redrive.errors import RedriveError
 from redrive.keyring import Keyring
 from redrive.letter import Environment
@@ -47,6 +47,12 @@ class SlotsLost(RedriveError):
 def backoff(tries: int) -> float:
     """Seconds to wait before asking a place that failed `tries` times again."""
     return min(0.1 * 2.0 ** min(tries, 12), MAX_BACKOFF)
+
+
+async def sleep_until(when: Millis, clock: Clock) -> None:
+    """Sleep until the clock says so; a sleep that ends a moment early goes on."""
+    while (left := when - clock.now()) > 0:
+        await clock.sleep(left / 1000)
 
 
 async def cancel_all(tasks: Iterable[asyncio.Task[Any]]) -> None:

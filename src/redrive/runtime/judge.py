@@ -13,13 +13,14 @@ from redrive.classify import failure_of
 from redrive.clock import Millis
 from redrive.codec import Ticket
 from redrive.consumer import Consumer, Dead, judge
-from redrive.errors import AttemptsUnavailable, Discard
-from redrive.handlers import Answer, Failed, Handled, Recorded
+from redrive.errors import AttemptsUnavailable
+from redrive.handlers import Answer, Failed, Recorded
 from redrive.letter import Failure, Kind
 from redrive.message import Message
 from redrive.office import Notice
 from redrive.retry import Mode
 from redrive.runtime.engine import Engine
+from redrive.runtime.item import Item
 from redrive.runtime.settler import Done, Settler
 from redrive.stores import base as stores
 
@@ -37,8 +38,6 @@ class Wait(Struct, frozen=True):
 class PutBack(Struct, frozen=True):
     """Run it again once the breaker lets it; the failed run does not count."""
 
-    ticket: Ticket | None
-
 
 class Judge:
     """One consumer's verdicts."""
@@ -47,34 +46,30 @@ class Judge:
         self._consumer, self._engine, self._settler, self._breaker = consumer, engine, settler, breaker
         self._clock = engine.clock
 
-    async def conclude(
-        self, delivery: Delivery, message: Message, ticket: Ticket | None, started: Millis, answer: Answer
-    ) -> Wait | PutBack | None:
-        """None when the settler has it."""
-        if isinstance(answer, Failed) and not isinstance(answer.error, Discard):
-            return await self._failed(delivery, message, ticket, started, answer.error)
+    def went_well(self, item: Item, message: Message, started: Millis, answer: Answer) -> None:
+        """No failure, or one to be discarded: the settler may have the message."""
+        what = "handled"
+        if isinstance(answer, Failed):
+            log.warning("%s discarded %s: %s", self._consumer.handler.name, message.id, answer.error)
+            what = "discarded"
+        elif isinstance(answer, Recorded):
+            self._record(message, item.ticket, answer.note)
+            what = "recorded"
+        self._settler.finish(Done(item.delivery, what, item.ticket))
         if self._breaker.succeeded(started):
             self._engine.office.tell(Notice("breaker_closed", f"{self._consumer.name} goes on"))
-        if isinstance(answer, Handled):
-            self._settler.finish(Done(delivery, "handled", ticket))
-        elif isinstance(answer, Recorded):
-            self._record(message, ticket, answer.note)
-            self._settler.finish(Done(delivery, "recorded", ticket))
-        else:
-            log.warning("%s discarded %s: %s", self._consumer.handler.name, message.id, answer.error)
-            self._settler.finish(Done(delivery, "discarded", ticket))
-        return None
 
-    async def _failed(
-        self, delivery: Delivery, message: Message, ticket: Ticket | None, started: Millis, error: BaseException
+    async def failed(
+        self, item: Item, message: Message, started: Millis, error: BaseException
     ) -> Wait | PutBack | None:
-        consumer, engine = self._consumer, self._engine
+        """What follows from this failure; None when the settler has the message."""
+        consumer, engine, delivery = self._consumer, self._engine, item.delivery
         failure = failure_of(error, consumer.rules)
         self._settler.metrics(message.source).failed.inc()
         engine.reporter.count(message.source, consumer.group, consumer.handler.name, "failed")
         if self._is_outage(message, failure):
-            return PutBack(ticket)
-        past = ticket or consumer.first_ticket(message, started)
+            return PutBack()
+        past = item.ticket or consumer.first_ticket(message, started)
         if not past.first_at:
             past = replace(past, first_at=started)
         if consumer.mode is not Mode.DELAYED or consumer.ordered:

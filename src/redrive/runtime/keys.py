@@ -13,9 +13,9 @@ from redrive.letter import Failure, Kind, Reason
 from redrive.message import Message
 from redrive.office import Office
 from redrive.runtime.engine import Engine
+from redrive.runtime.item import Item
 from redrive.stores.base import Filing
 
-Item = tuple[Delivery, Ticket | None]
 _BEHIND = Failure(Kind.TRANSIENT, "", "an earlier message of this key has an open letter")
 
 
@@ -29,7 +29,7 @@ class Keys:
 
     def admit(self, item: Item) -> None:
         """Let it run if no other message of its key is at work; else it waits for its turn."""
-        key = item[0].message.key
+        key = item.delivery.message.key
         if key is None:
             self._ready(item)
         elif key in self._queues:
@@ -51,13 +51,13 @@ class Keys:
     @property
     def waiting(self) -> list[Delivery]:
         """What is here and has not had its turn."""
-        return [delivery for queue in self._queues.values() for delivery, _ in queue]
+        return [item.delivery for queue in self._queues.values() for item in queue]
 
-    def forget(self, lanes: Collection[Lane]) -> list[Delivery]:
+    def forget(self, lanes: Collection[Lane]) -> list[Item]:
         """Let go of what waits here of these lanes, and say what that was. What is at work is not among it."""
-        gone = [delivery for delivery in self.waiting if delivery.lane in lanes]
+        gone = [item for queue in self._queues.values() for item in queue if item.delivery.lane in lanes]
         for key, queue in self._queues.items():
-            self._queues[key] = deque(item for item in queue if item[0].lane not in lanes)
+            self._queues[key] = deque(item for item in queue if item.delivery.lane not in lanes)
         return gone
 
     def clear(self) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from operator import attrgetter
 from typing import Any
 
 from msgspec import Struct
@@ -20,6 +21,7 @@ from redrive.brokers.base import (
     LeaseLost,
     Refused,
     RetryAt,
+    Settled,
     Settlement,
     SettleResult,
 )
@@ -31,14 +33,15 @@ from redrive.letter import Letter, Outcome
 from redrive.metrics import ConsumerMetrics
 from redrive.office import Notice
 from redrive.retry import Mode
-from redrive.runtime.engine import Engine, backoff, cancel_all
+from redrive.runtime.engine import Engine, backoff, cancel_all, sleep_until
 
 log = logging.getLogger("redrive.runtime")
 
 _SUCCESSES = ("handled", "recorded", "discarded")
+_SOURCE_AND_WHAT = attrgetter("delivery.message.source", "what")
 
 
-class Done(Struct):
+class Done(Struct, gc=False):
     """One delivery that is ready to be settled: `what` names the counter; a letter or a retry says how."""
 
     delivery: Delivery
@@ -127,7 +130,12 @@ class Settler:
             return
         faults.point("runtime.before_settle")
         try:
-            results = await self._engine.broker.settle([self._settlement(done) for done in batch])
+            results = await self._engine.broker.settle(
+                [
+                    Ack(done.delivery) if done.again is None and done.letter is None else self._settlement(done)
+                    for done in batch
+                ]
+            )
         except BrokerUnavailable as error:
             log.warning("%s: cannot settle %d message(s) yet: %s", self._consumer.name, len(batch), error)
             self._try_later(batch)
@@ -141,7 +149,7 @@ class Settler:
         outcomes = [
             Outcome(done.ticket.letter, done.ticket.hop, True, now, "" if done.what == "handled" else done.what)
             for done in batch
-            if done.what in _SUCCESSES and done.ticket is not None and done.ticket.hop and not done.tries
+            if done.ticket is not None and done.ticket.hop and done.what in _SUCCESSES and not done.tries
         ]
         if outcomes:
             await self._engine.reporter.send_outcomes(outcomes)
@@ -172,16 +180,17 @@ class Settler:
     async def _after_settling(self, batch: list[Done], results: Sequence[SettleResult]) -> None:
         settled: list[Done] = []
         for done, result in zip(batch, results, strict=True):
-            if isinstance(result, Refused):
-                await self._refused(done, result)
-                continue
-            self._unstick(done)
-            if self._on_end is not None:
-                self._on_end(done)
-            if isinstance(result, LeaseLost):
+            if isinstance(result, Settled):
+                settled.append(done)
+            elif isinstance(result, LeaseLost):
                 self.metrics(done.delivery.message.source).lease_lost.inc()
             else:
-                settled.append(done)
+                await self._refused(done, result)
+                continue
+            if done.stuck:
+                self._unstick(done)
+            if self._on_end is not None:
+                self._on_end(done)
         self._count(settled)
         await self._forget_counts(settled)
 
@@ -217,25 +226,24 @@ class Settler:
         self._try_later(items)
 
     def _unstick(self, done: Done) -> None:
-        if done.stuck:
-            done.stuck = False
-            self.metrics(done.delivery.message.source).stuck.dec()
-            self.resume(done.delivery.lane)
+        done.stuck = False
+        self.metrics(done.delivery.message.source).stuck.dec()
+        self.resume(done.delivery.lane)
 
     def _try_later(self, items: list[Done]) -> None:
-        pause = backoff(items[0].tries)
+        when = self._engine.clock.now() + round(backoff(items[0].tries) * 1000)
 
         async def later() -> None:
-            await self._engine.clock.sleep(pause)
+            await sleep_until(when, self._engine.clock)
             for done in items:
                 done.tries += 1
                 self.finish(done)
 
-        self.spawn(later(), self._engine.clock.now() + round(pause * 1000))
+        self.spawn(later(), when)
 
     def _count(self, settled: list[Done]) -> None:
         consumer, reporter = self._consumer, self._engine.reporter
-        totals = Counter((done.delivery.message.source, done.what) for done in settled)
+        totals = Counter(map(_SOURCE_AND_WHAT, settled))
         for (source, what), number in totals.items():
             getattr(self.metrics(source), what).inc(number)
             if what not in ("skipped", "held"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from time import perf_counter
 from typing import Any
@@ -13,9 +13,11 @@ from redrive.errors import HandlerCancelled, HandlerTimeout
 from redrive.handlers import Answer, Failed, Handler
 from redrive.message import Message
 from redrive.runtime.engine import cancel_all
+from redrive.runtime.item import Item
 
 WATCH_SECONDS = 0.05
 YIELD_EVERY = 64
+"""Messages that a slot may run before it lets others in."""
 
 
 class Slot:
@@ -25,7 +27,7 @@ class Slot:
 
     def __init__(self, *, solo: bool = False) -> None:
         self.solo = solo
-        self.running: Any = None
+        self.running: Sequence[Item] = ()
         self.task: asyncio.Task[None] | None = None
         self.deadline = 0.0
         self.timed_out = False
@@ -73,6 +75,10 @@ class Slots:
         """Whether a handler runs that can still be waited for."""
         return any(slot.busy and not slot.lost for slot in self._slots)
 
+    @property
+    def are_free(self) -> bool:
+        return any(not slot.busy and not slot.solo for slot in self._slots)
+
     def due(self, now: Millis) -> Millis | None:
         """When a slot goes on: now while a handler runs, else when the first wait in place is over."""
         if self._watchdog is None:
@@ -99,13 +105,17 @@ class Slots:
             return [Failed(error)] * len(rows)
 
     @property
-    def hanging(self) -> list[Any]:
+    def running(self) -> list[Item]:
+        """What runs now, or waits in its slot to run again."""
+        return [item for slot in self._slots if slot.busy for item in slot.running]
+
+    @property
+    def hanging(self) -> list[Item]:
         """What runs in threads that cannot be stopped."""
-        return [slot.running for slot in self._slots if slot.lost]
+        return [item for slot in self._slots if slot.lost for item in slot.running]
 
     async def _serve(self, slot: Slot, work: Work, wake: asyncio.Event) -> None:
         ready, run = work
-        runs = 0
         while True:
             while not ready():
                 wake.clear()
@@ -114,10 +124,8 @@ class Slots:
             try:
                 await run(slot)
             finally:
-                slot.busy = False
-            runs += 1
-            if runs % YIELD_EVERY == 0:  # a handler that never waits must not starve heartbeats
-                await asyncio.sleep(0)
+                slot.busy, slot.running = False, ()
+            await asyncio.sleep(0)  # a handler that never waits must not starve heartbeats
 
     async def _invoke(self, slot: Slot, arguments: tuple[Any, ...]) -> Any:
         slot.deadline = perf_counter() + self._timeout if self._timeout else 0.0

@@ -16,6 +16,7 @@ from contextlib import asynccontextmanager
 from redrive.attempts.base import Attempts, Span
 from redrive.brokers.base import Delivery, Lane
 from redrive.errors import AttemptsUnavailable
+from redrive.runtime.item import Item, Record
 
 log = logging.getLogger("redrive.runtime")
 
@@ -27,15 +28,10 @@ class Gate:
 
     def __init__(self) -> None:
         self.running = 0
+        self.is_open = True
         self._wakes: list[asyncio.Event] = []
-        self._open = asyncio.Event()
-        self._open.set()
         self._idle = asyncio.Event()
         self._turn = asyncio.Lock()
-
-    @property
-    def is_open(self) -> bool:
-        return self._open.is_set()
 
     def wakes(self, event: asyncio.Event) -> None:
         """Set this event whenever the gate opens again."""
@@ -53,14 +49,14 @@ class Gate:
     async def alone(self) -> AsyncIterator[None]:
         """Hold back every other handler of this process until the block ends."""
         async with self._turn:
-            self._open.clear()
+            self.is_open = False
             try:
                 while self.running:
                     self._idle.clear()
                     await self._idle.wait()
                 yield
             finally:
-                self._open.set()
+                self.is_open = True
                 for wake in self._wakes:
                     wake.set()
 
@@ -70,8 +66,7 @@ class Spans:
 
     def __init__(self, attempts: Attempts, group: str) -> None:
         self._attempts, self._group = attempts, group
-        self._open: dict[str, int] = {}
-        self._span_of: dict[tuple[Lane, str], str] = {}
+        self._open: dict[str, Record] = {}
         self._finished: list[str] = []
         self._inherited: dict[Lane, list[Span]] = {}
         self.degraded: str | None = None
@@ -88,6 +83,10 @@ class Spans:
             if foreign:
                 self._inherited[lane] = foreign
 
+    @property
+    def suspects_nobody(self) -> bool:
+        return not self._inherited
+
     def is_suspect(self, delivery: Delivery) -> bool:
         """Whether an earlier run of this message may have killed its process."""
         if not self._inherited:
@@ -101,31 +100,44 @@ class Spans:
         spans = self._inherited.get(delivery.lane, ())
         return sum(span.alone and position in span.positions for span in spans)
 
-    async def start(self, deliveries: Sequence[Delivery]) -> None:
-        """Record these as started, and the finished ones as finished, in one step."""
-        lanes: dict[Lane, list[str]] = {}
+    async def start(self, deliveries: Sequence[Delivery]) -> list[Item]:
+        """Record these as started, and the finished ones as finished, in one step. Suspects are left out of it."""
+        lanes: dict[tuple[str, int], Record] = {}
+        items = []
         for delivery in deliveries:
-            lanes.setdefault(delivery.lane, []).append(delivery.message.position)
-        spans = [self._span(lane, positions) for lane, positions in lanes.items()]
-        for span, (lane, positions) in zip(spans, lanes.items(), strict=True):
-            self._open[span.id] = len(positions)
-            self._span_of.update(((lane, position), span.id) for position in positions)
-        await self._turn(spans)
+            message = delivery.message
+            if self._inherited and self.is_suspect(delivery):
+                items.append(Item(delivery))
+                continue
+            record = lanes.get((message.source, message.partition))
+            if record is None:
+                record = lanes[message.source, message.partition] = Record(uuid.uuid4().hex, [])
+            record.positions.append(message.position)
+            items.append(Item(delivery, None, record))
+        await self._turn([self._opened(Lane(*lane), record) for lane, record in lanes.items()])
+        return items
+
+    def _opened(self, lane: Lane, record: Record) -> Span:
+        record.left = len(record.positions)
+        self._open[record.id] = record
+        return Span(record.id, lane.source, self._group, lane.partition, tuple(record.positions))
 
     async def start_alone(self, delivery: Delivery) -> None:
         """Record one suspect that is about to run alone."""
-        span = self._span(delivery.lane, [delivery.message.position], alone=True)
-        self._inherited.setdefault(delivery.lane, []).append(span)
+        lane, position = delivery.lane, delivery.message.position
+        span = Span(uuid.uuid4().hex, lane.source, self._group, lane.partition, (position,), alone=True)
+        self._inherited.setdefault(lane, []).append(span)
         await self._turn([span])
 
-    def ended(self, delivery: Delivery) -> None:
+    def ended(self, item: Item) -> None:
         """The run came to an end, whichever: it did not kill the process."""
-        span_id = self._span_of.pop((delivery.lane, delivery.message.position), None)
-        if span_id is not None:
-            self._open[span_id] -= 1
-            if not self._open[span_id]:
-                del self._open[span_id]
-                self._finished.append(span_id)
+        record, item.record = item.record, None
+        if record is None:
+            return
+        record.left -= 1
+        if not record.left and record.id in self._open:
+            del self._open[record.id]
+            self._finished.append(record.id)
 
     async def cleared(self, delivery: Delivery) -> None:
         """A suspect came to an end alone: it is none any more, and its records are finished."""
@@ -161,13 +173,11 @@ class Spans:
         if self._finished:
             await self._turn([])
 
-    async def close(self, hanging: Sequence[Delivery] = ()) -> None:
+    async def close(self, hanging: Sequence[Item] = ()) -> None:
         """A clean end: nothing that was started here can be blamed for it, but what still hangs."""
-        for delivery in hanging:
-            self._open.pop(self._span_of.get((delivery.lane, delivery.message.position), ""), None)
-        self._finished += self._open
+        blamed = {item.record.id for item in hanging if item.record is not None}
+        self._finished += self._open.keys() - blamed
         self._open.clear()
-        self._span_of.clear()
         await self.flush()
 
     def _keep(self, lane: Lane, spans: list[Span]) -> None:
@@ -175,9 +185,6 @@ class Spans:
             self._inherited[lane] = spans
         else:
             self._inherited.pop(lane, None)
-
-    def _span(self, lane: Lane, positions: Sequence[str], *, alone: bool = False) -> Span:
-        return Span(uuid.uuid4().hex, lane.source, self._group, lane.partition, tuple(positions), alone)
 
     async def _turn(self, start: Sequence[Span]) -> None:
         finished, self._finished = self._finished, []

@@ -13,9 +13,8 @@ from typing import Any
 
 from redrive import codec, faults
 from redrive.breaker import Breaker, BreakerState
-from redrive.brokers.base import Assigned, Batch, Delivery, Event, Lane, Revoked, Stream, Subscription
+from redrive.brokers.base import Assigned, Batch, Event, Lane, Revoked, Stream, Subscription
 from redrive.clock import Millis
-from redrive.codec import TICKET, Ticket
 from redrive.consumer import Consumer
 from redrive.errors import (
     BrokerUnavailable,
@@ -31,11 +30,12 @@ from redrive.errors import (
 from redrive.handlers import Answer, Failed
 from redrive.message import Message
 from redrive.office import Notice
-from redrive.runtime.engine import Engine, SlotsLost, backoff, cancel_all
+from redrive.runtime.engine import Engine, SlotsLost, backoff, cancel_all, sleep_until
+from redrive.runtime.item import Item
 from redrive.runtime.judge import Judge, PutBack, Wait
 from redrive.runtime.keys import Keys, place_of
 from redrive.runtime.settler import Done, Settler
-from redrive.runtime.slots import Slot, Slots
+from redrive.runtime.slots import YIELD_EVERY, Slot, Slots
 from redrive.runtime.spans import CRASHES_ALONE, Spans
 
 log = logging.getLogger("redrive.runtime")
@@ -43,9 +43,6 @@ log = logging.getLogger("redrive.runtime")
 DRAIN_TICK = 0.01
 TEND_SECONDS = 1.0
 SUSPICION_SECONDS = 5.0
-
-Item = tuple[Delivery, Ticket | None]
-"""A delivery, and its ticket where an earlier run in this process made one."""
 
 
 class Worker:
@@ -65,11 +62,9 @@ class Worker:
         self._singly = 0
         self._ready: deque[Item] = deque()
         self._suspects: deque[Item] = deque()
-        self._running: dict[int, Delivery] = {}
-        self._orphans: set[int] = set()
         self._last_suspect_at: Millis = 0
         self._wake = asyncio.Event()
-        self._waiting: list[tuple[Millis, int, Delivery, Ticket]] = []
+        self._waiting: list[tuple[Millis, int, Item]] = []
         self._waiting_wake = asyncio.Event()
         self._order = count()
         self._stopping = asyncio.Event()
@@ -84,7 +79,7 @@ class Worker:
         """When there is something to do here: now, later, or None until a message comes."""
         now = self._clock.now()
         times = [self._slots.due(now), self._settler.due(now), self._waiting[0][0] if self._waiting else None]
-        if self._ready or self._suspects:
+        if (self._ready and self._slots.are_free) or self._suspects:
             times.append(max(now, self._breaker.probe_at))
         return min((time for time in times if time is not None), default=None)
 
@@ -92,7 +87,7 @@ class Worker:
         """Work until stopped. Raises SlotsLost when the process should be replaced."""
         stream = await self._engine.broker.subscribe(self._subscription())
         self._engine.gate.wakes(self._wake)
-        run = self._run_batch if self.consumer.handler.batch else self._run_one
+        run = self._run_batch if self.consumer.handler.batch else self._run_some
         slots = self._slots.start((self._may_run, run), (self._has_suspect, self._run_suspect), self._wake)
         tasks = [asyncio.create_task(job) for job in (self._settler.run(), self._release_due(), self._tend())]
         for task in (*slots, *tasks):
@@ -153,36 +148,38 @@ class Worker:
 
     def _forget(self, lanes: frozenset[Lane]) -> None:
         """Another owner runs what waits here of these lanes; what runs already may end, but not run again."""
-        self._orphans |= {number for number, delivery in self._running.items() if delivery.lane in lanes}
-        late = [entry[2] for entry in self._waiting if entry[2].lane in lanes]
-        self._waiting = [entry for entry in self._waiting if entry[2].lane not in lanes]
+        for item in self._slots.running:
+            item.is_orphan = item.is_orphan or item.delivery.lane in lanes
+        late = [entry[2] for entry in self._waiting if entry[2].delivery.lane in lanes]
+        self._waiting = [entry for entry in self._waiting if entry[2].delivery.lane not in lanes]
         heapq.heapify(self._waiting)
         if self._keys is None:
-            for delivery in late:
-                self._settler.resume(delivery.lane)
+            for item in late:
+                self._settler.resume(item.delivery.lane)
         else:
-            for delivery in self._keys.forget(lanes):
-                self._spans.ended(delivery)
-        for delivery in [*late, *_take(self._ready, lanes), *_take(self._suspects, lanes)]:
-            self._drop(delivery)
+            for item in self._keys.forget(lanes):
+                self._spans.ended(item)
+        for item in [*late, *_take(self._ready, lanes), *_take(self._suspects, lanes)]:
+            self._drop(item)
 
-    def _drop(self, delivery: Delivery) -> None:
-        self._spans.ended(delivery)
+    def _drop(self, item: Item) -> None:
+        self._spans.ended(item)
         if self._keys is not None:
-            self._keys.ended(delivery)
+            self._keys.ended(item.delivery)
 
     async def _accept_batch(self, batch: Batch) -> None:
         """Nothing may run before it is on record: a crash must find it there."""
         faults.point("runtime.after_receive")
-        fresh = [delivery for delivery in batch.deliveries if not self._spans.is_suspect(delivery)]
-        if len(fresh) < len(batch.deliveries):
-            self._last_suspect_at = self._clock.now()
         if self._keys is not None:
             await self._look_up(batch)
-        if fresh:
-            await self._spans.start(fresh)
-        for delivery in batch.deliveries:
-            self._admit((delivery, None))
+        items = await self._spans.start(batch.deliveries)
+        if any(item.record is None for item in items):
+            self._last_suspect_at = self._clock.now()
+        if self._keys is None and self._spans.suspects_nobody:
+            self._ready.extend(items)
+        else:
+            for item in items:
+                self._admit(item)
         self._wake.set()
 
     def _admit(self, item: Item) -> None:
@@ -193,7 +190,7 @@ class Worker:
             self._keys.admit(item)
 
     def _enqueue(self, item: Item) -> None:
-        (self._suspects if self._spans.is_suspect(item[0]) else self._ready).append(item)
+        (self._suspects if self._spans.is_suspect(item.delivery) else self._ready).append(item)
         self._wake.set()
 
     async def _look_up(self, batch: Batch) -> None:
@@ -233,10 +230,14 @@ class Worker:
             return True
         return self._breaker.state(self._clock.now()) is BreakerState.PROBING and not self._probing
 
-    async def _run_one(self, slot: Slot) -> None:
+    async def _run_some(self, slot: Slot) -> None:
+        """Run messages one after the other while nothing stands in their way; a probe stays alone."""
         probe = self._begin()
         try:
-            await self._run_item(slot, self._ready.popleft())
+            for _ in range(1 if probe else YIELD_EVERY):
+                await self._run_item(slot, self._ready.popleft())
+                if not self._ready or not self._engine.gate.is_open or self._breaker.is_open:
+                    break
         finally:
             self._end(probe)
 
@@ -252,27 +253,30 @@ class Worker:
         self._engine.gate.leave()
         if probe:
             self._probing = False
+        if self._ready or self._suspects:
+            self._wake.set()
 
     async def _run_item(self, slot: Slot, item: Item) -> None:
-        delivery, known = item
-        opened = self._open(delivery, known)
-        if opened is None:
+        message = self._open(item)
+        if message is None:
             return
-        message, ticket = opened
-        if self._keys is not None and await self._held(delivery, message, ticket):
+        slot.running = (item,)
+        if self._keys is not None and await self._held(item, message):
             return
         started = self._clock.now()
-        slot.running = delivery
         while True:
             faults.point("runtime.before_handler")
             begin = perf_counter()
             answer = await self._slots.call(slot, message)
             self._settler.metrics(message.source).seconds.observe(perf_counter() - begin)
             faults.point("runtime.after_handler")
-            wait = await self._conclude(delivery, message, ticket, started, answer)
+            if not isinstance(answer, Failed) or answer.discards:
+                self._went_well(item, message, started, answer)
+                return
+            wait = await self._went_wrong(item, message, started, answer.error)
             if wait is None:
                 return
-            ticket, slot.until = wait.ticket, wait.when
+            item.ticket, slot.until = wait.ticket, wait.when
             if await self._clock.wait(self._stopping, max(wait.when - self._clock.now(), 0) / 1000):
                 return
             slot.until = 0
@@ -287,34 +291,38 @@ class Worker:
             self._end(probe)
 
     async def _run_items(self, slot: Slot, items: list[Item]) -> None:
+        slot.running = items
         started = self._clock.now()
-        rows: list[tuple[Delivery, Message, Ticket | None]] = []
+        rows: list[tuple[Item, Message]] = []
         arguments: list[tuple[Any, ...]] = []
-        for delivery, known in items:
-            opened = self._open(delivery, known)
-            if opened is None:
+        for item in items:
+            message = self._open(item)
+            if message is None:
                 continue
             try:
-                arguments.append(self.consumer.handler.arguments(opened[0]))
-                rows.append((delivery, *opened))
+                arguments.append(self.consumer.handler.arguments(message))
+                rows.append((item, message))
             except PayloadUnreadable as error:
-                await self._conclude(delivery, *opened, started, Failed(error))
+                await self._went_wrong(item, message, started, error)
         faults.point("runtime.before_handler")
         answers = await self._slots.call_batch(slot, arguments) if rows else []
         faults.point("runtime.after_handler")
         if len(rows) > 1 and _is_one_error(answers):
-            self._run_singly([(delivery, ticket) for delivery, _, ticket in rows])
+            self._run_singly([item for item, _ in rows])
             return
-        for (delivery, message, ticket), answer in zip(rows, answers, strict=True):
-            wait = await self._conclude(delivery, message, ticket, started, answer)
+        for (item, message), answer in zip(rows, answers, strict=True):
+            if not isinstance(answer, Failed) or answer.discards:
+                self._went_well(item, message, started, answer)
+                continue
+            wait = await self._went_wrong(item, message, started, answer.error)
             if wait is not None:
-                self._keep(delivery, wait)
+                self._keep(item, wait)
 
     def _run_singly(self, items: list[Item]) -> None:
         """A batch failed as a whole: its messages run again one by one, and uncounted, so that only culprits pay."""
         for item in reversed(items):
-            if self._has_ended(item[0]):
-                self._drop(item[0])
+            if item.is_orphan:
+                self._drop(item)
             else:
                 self._ready.appendleft(item)
                 self._singly += 1
@@ -322,12 +330,13 @@ class Worker:
 
     async def _run_suspect(self, slot: Slot) -> None:
         """Run one suspect with nothing beside it, under a record of its own; file it when that killed us before."""
-        delivery, _ = item = self._suspects.popleft()
+        item = self._suspects.popleft()
+        delivery = item.delivery
         crashes = self._spans.crashes(delivery)
         if crashes >= CRASHES_ALONE:
-            opened = self._open(delivery, None)
-            if opened is not None:
-                await self._conclude(delivery, *opened, self._clock.now(), Failed(ProcessDied(crashes)))
+            message = self._open(item)
+            if message is not None:
+                await self._went_wrong(item, message, self._clock.now(), ProcessDied(crashes))
             await self._spans.cleared(delivery)
             return
         async with self._engine.gate.alone():
@@ -336,45 +345,34 @@ class Worker:
             await run
             await self._spans.cleared(delivery)
 
-    def _open(self, delivery: Delivery, known: Ticket | None) -> tuple[Message, Ticket | None] | None:
-        """The original message and its ticket; None for a copy that is meant for another group."""
-        ticket = known
-        if known is None and any(name == TICKET for name, _ in delivery.message.headers):
-            ticket = codec.read_ticket(delivery.message, self._engine.keyring)
-        if ticket is not None and ticket.group != self.consumer.group:
-            self._spans.ended(delivery)
-            self._settler.finish(Done(delivery, "skipped"))
+    def _open(self, item: Item) -> Message | None:
+        """The original message, its ticket now in the item; None for a copy that is meant for another group."""
+        message = item.delivery.message
+        if item.ticket is None and message.headers:
+            item.ticket = codec.read_ticket(message, self._engine.keyring)
+        if item.ticket is not None and item.ticket.group != self.consumer.group:
+            self._spans.ended(item)
+            self._settler.finish(Done(item.delivery, "skipped"))
             return None
-        self._running[id(delivery)] = delivery
-        return codec.original(delivery.message, ticket), ticket
+        return codec.original(message, item.ticket)
 
-    async def _held(self, delivery: Delivery, message: Message, ticket: Ticket | None) -> bool:
+    async def _held(self, item: Item, message: Message) -> bool:
         """Whether this message waits behind an open letter of its key, or for a store that could say so."""
         assert self._keys is not None
         try:
-            if not await self._keys.held(message, ticket):
+            if not await self._keys.held(message, item.ticket):
                 return False
         except FilingFailed as error:
             log.warning("%s: %s", self.consumer.name, error)
-            if self._has_ended(delivery):
-                self._drop(delivery)
+            if item.is_orphan:
+                self._drop(item)
                 return True
-            self._keep(
-                delivery, Wait(ticket or self.consumer.first_ticket(message, 0), self._clock.now() + 1000, False)
-            )
+            past = item.ticket or self.consumer.first_ticket(message, 0)
+            self._keep(item, Wait(past, self._clock.now() + 1000, in_slot=False))
             return True
-        self._has_ended(delivery)
-        self._spans.ended(delivery)
-        self._settler.finish(Done(delivery, "held", ticket))
+        self._spans.ended(item)
+        self._settler.finish(Done(item.delivery, "held", item.ticket))
         return True
-
-    def _has_ended(self, delivery: Delivery) -> bool:
-        """Note that it does not run any more; True when its lane was lost meanwhile, so that it is not ours to run."""
-        number = id(delivery)
-        self._running.pop(number, None)
-        is_orphan = number in self._orphans
-        self._orphans.discard(number)
-        return is_orphan
 
     def _on_settled(self, done: Done) -> None:
         assert self._keys is not None
@@ -382,28 +380,30 @@ class Worker:
             self._keys.died(done.letter.message, place_of(done.letter.message))
         self._keys.ended(done.delivery)
 
-    async def _conclude(
-        self, delivery: Delivery, message: Message, ticket: Ticket | None, started: Millis, answer: Answer
-    ) -> Wait | None:
-        """Act on a run's answer; hands back a wait that its slot should sit out in place."""
-        verdict = await self._judge.conclude(delivery, message, ticket, started, answer)
+    def _went_well(self, item: Item, message: Message, started: Millis, answer: Answer) -> None:
+        self._judge.went_well(item, message, started, answer)
         if self._breaker.is_open:
             self._wake_at(self._breaker.probe_at)
-        if not (isinstance(verdict, Wait) and verdict.in_slot) and self._has_ended(delivery) and verdict is not None:
-            self._drop(delivery)
-            return None
-        if isinstance(verdict, PutBack):
+        self._spans.ended(item)
+
+    async def _went_wrong(self, item: Item, message: Message, started: Millis, error: BaseException) -> Wait | None:
+        """Act on a failure; hands back a wait that its slot should sit out in place."""
+        verdict = await self._judge.failed(item, message, started, error)
+        if self._breaker.is_open:
+            self._wake_at(self._breaker.probe_at)
+        if isinstance(verdict, Wait) and verdict.in_slot:
+            self._spans.ended(item)
+            return verdict
+        if item.is_orphan and verdict is not None:
+            self._drop(item)
+        elif isinstance(verdict, PutBack):
             # At the end, so that the next probe is another message: this one may fail for reasons of its own.
             # Its start record stays open, for it will run again.
-            self._ready.append((delivery, verdict.ticket))
-            return None
-        self._spans.ended(delivery)
-        if isinstance(verdict, Wait):
-            if verdict.in_slot:
-                return verdict
-            self._keep(delivery, verdict)
-        elif self._ready:
-            self._wake.set()
+            self._ready.append(item)
+        else:
+            self._spans.ended(item)
+            if isinstance(verdict, Wait):
+                self._keep(item, verdict)
         return None
 
     def _wake_at(self, when: Millis) -> None:
@@ -412,29 +412,30 @@ class Worker:
         self._wakes_at = when
 
         async def later() -> None:
-            await self._clock.sleep(max(when - self._clock.now(), 1) / 1000)
+            await sleep_until(when, self._clock)
             self._wake.set()
 
         self._settler.spawn(later(), when)
 
     # ---- waiting in memory (redeliver, block)
 
-    def _keep(self, delivery: Delivery, wait: Wait) -> None:
+    def _keep(self, item: Item, wait: Wait) -> None:
         """Keep the delivery and run it again when due; meanwhile its lane waits, or only its key in ordered sources."""
-        heapq.heappush(self._waiting, (wait.when, next(self._order), delivery, wait.ticket))
+        item.ticket = wait.ticket
+        heapq.heappush(self._waiting, (wait.when, next(self._order), item))
         self._waiting_wake.set()
         if self._keys is None:
-            self._settler.pause(delivery.lane)
+            self._settler.pause(item.delivery.lane)
 
     async def _release_due(self) -> None:
         while True:
             due = self._waiting[0][0] if self._waiting else None
             if due is not None and due <= self._clock.now():
-                _, _, delivery, ticket = heapq.heappop(self._waiting)
-                self._ready.append((delivery, ticket))
+                _, _, item = heapq.heappop(self._waiting)
+                self._ready.append(item)
                 self._wake.set()
                 if self._keys is None:
-                    self._settler.resume(delivery.lane)
+                    self._settler.resume(item.delivery.lane)
                 continue
             self._waiting_wake.clear()
             pause = 3600.0 if due is None else (due - self._clock.now()) / 1000
@@ -450,7 +451,9 @@ class Worker:
         if self._keys is not None:
             self._keys.clear()
         deadline = perf_counter() + self._grace
-        while perf_counter() < deadline and not settling.done() and (self._slots.busy or not self._settler.idle):
+        while perf_counter() < deadline and (self._slots.busy or not self._settler.idle):
+            if settling.done():  # it failed: nothing that ends now can be settled
+                return
             await asyncio.sleep(DRAIN_TICK)
 
     def _on_task_end(self, task: asyncio.Task[None]) -> None:
@@ -468,12 +471,12 @@ class Worker:
             self.stop()
 
 
-def _take(queue: deque[Item], lanes: frozenset[Lane]) -> list[Delivery]:
+def _take(queue: deque[Item], lanes: frozenset[Lane]) -> list[Item]:
     """Remove what is of these lanes, and say what that was."""
     items = list(queue)
     queue.clear()
-    queue.extend(item for item in items if item[0].lane not in lanes)
-    return [delivery for delivery, _ in items if delivery.lane in lanes]
+    queue.extend(item for item in items if item.delivery.lane not in lanes)
+    return [item for item in items if item.delivery.lane in lanes]
 
 
 def _is_one_error(answers: list[Answer]) -> bool:

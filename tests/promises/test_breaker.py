@@ -86,21 +86,21 @@ def test_an_outage_costs_at_most_the_window(
     assert len(counted) <= policy.window
 
 
-@given(policies(), st.lists(st.tuples(st.booleans(), st.floats(0, 100), st.floats(0, 100)), max_size=120))
-def test_only_a_run_that_began_as_a_probe_closes_it(
-    policy: BreakerPolicy, runs: list[tuple[bool, float, float]]
-) -> None:
-    breaker, now = opened(policy), START
-    for went_well, age, pause in runs:
-        now += round(pause * 1000)
-        started = now - round(age * 1000)
-        before = breaker.probe_at
-        if went_well and breaker.succeeded(started):
-            assert started >= before
-            return
-        if not went_well:
+@given(policies(), st.lists(st.tuples(st.sampled_from("oops"), st.booleans(), st.integers(0, 9000)), max_size=120))
+def test_only_runs_that_began_as_probes_close_it(policy: BreakerPolicy, runs: list[tuple[str, bool, int]]) -> None:
+    breaker, now, passed = opened(policy), START, 0
+    for what, is_old, pause in runs:
+        now += pause
+        if what == "s":
             breaker.failed("probe", Kind.TIMEOUT, now)
+            passed = 0
             assert breaker.probe_at - now <= max(policy.longest_cooldown, policy.cooldown) * 1000 + 1
+            continue
+        if not is_old:
+            now, passed = max(now, breaker.probe_at), passed + 1
+        assert breaker.succeeded(breaker.probe_at - 1 if is_old else now) == (passed == PROBES)
+        if passed == PROBES:
+            return
     assert breaker.is_open
 
 

@@ -433,3 +433,34 @@ async def test_what_is_too_large_for_the_dead_letter_source_goes_down_the_ladder
         await app.letters.replay(next(row.id for row, view in zip(found, views, strict=True) if not view.claim))
         await until_letters(app, 1, states=(State.RESOLVED,))
     assert bodies[-1] == near
+
+
+async def test_a_source_of_nothing_but_poison_is_filed_in_the_end(app: Redrive) -> None:
+    """The breaker opens, but what keeps it open is not excused for ever."""
+
+    @app.consumer("orders", group="billing", attempts=1, breaker={"failures": 3, "cooldown": 0.01})
+    async def bill(message: Message) -> None:
+        raise KeyError("a bug that no outage explains")
+
+    async with running(app):
+        for number in range(6):
+            await app.publish("orders", {"id": number})
+        await until_letters(app, 6)
+
+
+async def test_a_replayed_copy_shows_its_idempotency_key(app: Redrive) -> None:
+    keys: list[str] = []
+
+    @app.consumer("orders", group="billing", attempts=2, backoff=FAST)
+    async def bill(message: Message) -> None:
+        keys.append(message.idempotency_key)
+        if len(keys) < 4:
+            raise ConnectionError("down")
+
+    async with running(app):
+        await app.publish("orders", b"{}")
+        [row] = await until_letters(app, 1)
+        await app.letters.replay(row.id)
+        await until_letters(app, 1, states=(State.RESOLVED,))
+    assert keys[:2] == ["", ""]
+    assert keys[2] == keys[3] == f"{row.id}-1"

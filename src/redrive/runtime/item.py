@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from redrive.brokers.base import Delivery
+from redrive.brokers.base import Delivery, Lane
 from redrive.codec import Ticket
 
 
@@ -12,6 +12,7 @@ class Record(Struct):
     """A start record in memory: `left` of its deliveries have not come to an end."""
 
     id: str
+    lane: Lane
     positions: list[str]
     left: int = 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -26,6 +27,8 @@ from redrive.stores import base as stores
 
 log = logging.getLogger("redrive.runtime")
 
+MOST_EXCUSES = 3
+
 
 class Wait(Struct, frozen=True):
     """Run it again at `when` from this process: in its own slot, or kept aside with its lane paused."""
@@ -45,6 +48,7 @@ class Judge:
     def __init__(self, consumer: Consumer, engine: Engine, settler: Settler, breaker: Breaker) -> None:
         self._consumer, self._engine, self._settler, self._breaker = consumer, engine, settler, breaker
         self._clock = engine.clock
+        self._excused: Counter[str] = Counter()
 
     def went_well(self, item: Item, message: Message, started: Millis, answer: Answer) -> None:
         """No failure, or one to be discarded: the settler may have the message."""
@@ -57,6 +61,7 @@ class Judge:
             what = "recorded"
         self._settler.finish(Done(item.delivery, what, item.ticket))
         if self._breaker.succeeded(started):
+            self._excused.clear()
             self._engine.office.tell(Notice("breaker_closed", f"{self._consumer.name} goes on"))
 
     async def failed(
@@ -85,11 +90,16 @@ class Judge:
         return Wait(verdict.ticket, verdict.when, consumer.mode is Mode.INLINE)
 
     def _is_outage(self, message: Message, failure: Failure) -> bool:
-        """Whether the breaker takes the blame. The failure that opens it still counts."""
+        """Whether the breaker takes the blame. The failure that opens it still counts.
+
+        So does one of a message that was excused again and again: it may be what keeps the breaker open.
+        """
         excused = self._breaker.excuses(failure.kind)
         if self._breaker.failed(message.id, failure.kind, self._clock.now()) and not excused:
             self._tell_open(failure)
-        return excused
+        if excused:
+            self._excused[message.id] += 1
+        return excused and self._excused[message.id] <= MOST_EXCUSES
 
     def _tell_open(self, failure: Failure) -> None:
         text = f"{self._consumer.name} pauses: {failure.error_type}: {failure.message}"
@@ -98,7 +108,7 @@ class Judge:
     async def _counted(self, ticket: Ticket) -> Ticket:
         """The ticket with the durable count of runs; what is only in memory would forget them in a crash."""
         try:
-            [runs] = await self._engine.attempts.increment([ticket.letter], self._clock.now())
+            [runs] = await self._engine.attempts.increment([ticket.run_key], self._clock.now())
         except AttemptsUnavailable as error:
             self._engine.office.tell(Notice("degraded", f"attempts are counted in memory only: {error}"))
             return ticket

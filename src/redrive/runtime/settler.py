@@ -254,9 +254,9 @@ class Settler:
 
     async def _forget_counts(self, settled: list[Done]) -> None:
         """Clear run counts after the settling that ends a message, never before it."""
-        if self._consumer.mode is Mode.DELAYED:
+        if self._consumer.mode is Mode.DELAYED and not self._consumer.ordered:
             return
-        keys = [done.ticket.letter for done in settled if done.ticket is not None and done.again is None]
+        keys = [done.ticket.run_key for done in settled if done.ticket is not None and done.again is None]
         if not keys:
             return
         try:

@@ -67,6 +67,7 @@ class Spans:
     def __init__(self, attempts: Attempts, group: str) -> None:
         self._attempts, self._group = attempts, group
         self._open: dict[str, Record] = {}
+        self._alone: set[str] = set()
         self._finished: list[str] = []
         self._inherited: dict[Lane, list[Span]] = {}
         self.degraded: str | None = None
@@ -100,6 +101,16 @@ class Spans:
         spans = self._inherited.get(delivery.lane, ())
         return sum(span.alone and position in span.positions for span in spans)
 
+    async def crashes_on_record(self, delivery: Delivery) -> int:
+        """Like `crashes`, asked again: an owner that was only slow has finished its record meanwhile."""
+        lane, position = delivery.lane, delivery.message.position
+        try:
+            found = await self._attempts.open_spans(lane.source, self._group, lane.partition)
+        except AttemptsUnavailable as error:
+            self.degraded = str(error)
+            return 0
+        return sum(span.alone and position in span.positions for span in found)
+
     async def start(self, deliveries: Sequence[Delivery]) -> list[Item]:
         """Record these as started, and the finished ones as finished, in one step. Suspects are left out of it."""
         lanes: dict[tuple[str, int], Record] = {}
@@ -111,21 +122,22 @@ class Spans:
                 continue
             record = lanes.get((message.source, message.partition))
             if record is None:
-                record = lanes[message.source, message.partition] = Record(uuid.uuid4().hex, [])
+                record = lanes[message.source, message.partition] = Record(uuid.uuid4().hex, delivery.lane, [])
             record.positions.append(message.position)
             items.append(Item(delivery, None, record))
-        await self._turn([self._opened(Lane(*lane), record) for lane, record in lanes.items()])
+        await self._turn([self._opened(record) for record in lanes.values()])
         return items
 
-    def _opened(self, lane: Lane, record: Record) -> Span:
+    def _opened(self, record: Record) -> Span:
         record.left = len(record.positions)
         self._open[record.id] = record
-        return Span(record.id, lane.source, self._group, lane.partition, tuple(record.positions))
+        return Span(record.id, record.lane.source, self._group, record.lane.partition, tuple(record.positions))
 
     async def start_alone(self, delivery: Delivery) -> None:
         """Record one suspect that is about to run alone."""
         lane, position = delivery.lane, delivery.message.position
         span = Span(uuid.uuid4().hex, lane.source, self._group, lane.partition, (position,), alone=True)
+        self._alone.add(span.id)
         self._inherited.setdefault(lane, []).append(span)
         await self._turn([span])
 
@@ -150,6 +162,7 @@ class Spans:
             elif rest:
                 kept.append(span)
             else:
+                self._alone.discard(span.id)
                 self._finished.append(span.id)
         self._keep(lane, kept)
         await self._turn([])
@@ -164,9 +177,12 @@ class Spans:
         await self.flush()
 
     def revoked(self, lanes: Sequence[Lane]) -> None:
-        """These lanes are somebody else's; what they left open is read by whoever owns them now."""
+        """These lanes are somebody else's, who reads what is open; we are alive, so what we started is finished."""
         for lane in lanes:
-            self._inherited.pop(lane, None)
+            self._finished += [span.id for span in self._inherited.pop(lane, ()) if span.id in self._alone]
+        for record in [one for one in self._open.values() if one.lane in lanes]:
+            del self._open[record.id]
+            self._finished.append(record.id)
 
     async def flush(self) -> None:
         """Write down what is finished, when no new batch does it on the way."""

@@ -52,7 +52,8 @@ class Worker:
         self.consumer, self._engine, self._grace = consumer, engine, grace
         self._clock = engine.clock
         self._keys = Keys(consumer, engine, self._enqueue) if consumer.ordered else None
-        self._settler = Settler(consumer, engine, self._on_settled if consumer.ordered else None)
+        self._settler = Settler(consumer, engine, self._on_settled)
+        self._condemned: set[int] = set()
         self._slots = Slots(consumer.handler, consumer.concurrency, consumer.timeout, self._on_lost_slot)
         self._spans = Spans(engine.attempts, consumer.group)
         self._breaker = Breaker(consumer.breaker)
@@ -332,13 +333,13 @@ class Worker:
         """Run one suspect with nothing beside it, under a record of its own; file it when that killed us before."""
         item = self._suspects.popleft()
         delivery = item.delivery
-        crashes = self._spans.crashes(delivery)
-        if crashes >= CRASHES_ALONE:
-            message = self._open(item)
+        if self._spans.crashes(delivery) >= CRASHES_ALONE:
+            crashes = await self._spans.crashes_on_record(delivery)
+            message = self._open(item) if crashes >= CRASHES_ALONE else None
             if message is not None:
+                self._condemned.add(id(delivery))
                 await self._went_wrong(item, message, self._clock.now(), ProcessDied(crashes))
-            await self._spans.cleared(delivery)
-            return
+                return
         async with self._engine.gate.alone():
             await self._spans.start_alone(delivery)
             run = self._run_items(slot, [item]) if self.consumer.handler.batch else self._run_item(slot, item)
@@ -375,7 +376,11 @@ class Worker:
         return True
 
     def _on_settled(self, done: Done) -> None:
-        assert self._keys is not None
+        if self._condemned and id(done.delivery) in self._condemned:  # evidence is kept until the letter is durable
+            self._condemned.discard(id(done.delivery))
+            self._settler.spawn(self._spans.cleared(done.delivery))
+        if self._keys is None:
+            return
         if done.letter is not None:
             self._keys.died(done.letter.message, place_of(done.letter.message))
         self._keys.ended(done.delivery)

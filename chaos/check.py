@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 from msgspec import Struct
 
-from chaos.history import BEGAN, HANDLED, OFFICE, STORE, WORKER, Found, History, Published, Run, Sent
+from chaos.history import BEGAN, HANDLED, OFFICE, SLEPT, STORE, WORKER, Found, History, Published, Run, Sent
 from redrive.letter import MOVES, Kind, Reason, State
 
 BIRTHS = (State.PENDING, State.HELD, State.QUARANTINED)
@@ -150,11 +150,12 @@ def _duplicate_effects(case: _Case) -> Iterator[str]:
 
 
 def _over_retried(case: _Case) -> Iterator[str]:
+    """Every copy has its attempts, every interruption costs a run, and who sleeps may use the attempts again."""
     for name, runs in case.runs.items():
         sent = case.sent.get(name)
         if sent is None:
             continue
-        bound = sent.runs * (1 + case.copies[name]) + case.interrupted(WORKER)
+        bound = sent.runs * (1 + case.copies[name] + case.interrupted(SLEPT)) + case.interrupted(WORKER)
         if runs > bound:
             yield f"{name}: {runs} runs, {bound} can be explained"
 

@@ -17,7 +17,7 @@ from redrive.letter import Kind, Reason, State
 
 BEGAN = "began"
 HANDLED = "handled"
-WORKER, OFFICE, STORE = "worker", "office", "store"
+WORKER, OFFICE, STORE, SLEPT = "worker", "office", "store", "slept"
 
 
 class Sent(Struct, frozen=True):
@@ -80,6 +80,9 @@ class Move(Struct, frozen=True):
 
 class History(Struct, frozen=True, kw_only=True):
     """A whole run. `interruptions` counts kills, exits, errors and stops by role, and outages of the store.
+
+    Workers that slept past their lease are in it a second time: until such a one hears that it has lost its lanes, it
+    goes on with what it has.
 
     `unsettled` is what had not come to an end when the lab lost its patience.
     """

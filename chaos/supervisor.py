@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from chaos.history import OFFICE, WORKER, passes
+from chaos.history import OFFICE, SLEPT, WORKER, passes
 from chaos.mutants import VARIABLE as BUG
 from chaos.plan import STOP_SECONDS, Fault, Place
 from redrive.faults import EXIT_CODE
@@ -158,7 +158,7 @@ class Supervisor:
             self._died(child, code)
         elif child.stopped_at is None and os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOHANG) is not None:
             child.stopped_at = time.monotonic()
-            self.interruptions[child.kind] += 1
+            self.interruptions.update([child.kind, *([SLEPT] if child.kind == WORKER else [])])
         elif child.stopped_at is not None and time.monotonic() - child.stopped_at > STOP_SECONDS:
             process.send_signal(signal.SIGCONT)
             child.stopped_at = None

@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from chaos.check import RULES, judge
-from chaos.history import BEGAN, HANDLED, OFFICE, STORE, WORKER, Found, History, Move, Published, Run, Sent
+from chaos.history import BEGAN, HANDLED, OFFICE, SLEPT, STORE, WORKER, Found, History, Move, Published, Run, Sent
 from redrive.letter import Kind, Reason, State
 
 SENT = [
@@ -142,6 +142,10 @@ EXPLAINED: list[tuple[str, Change]] = [
     (
         "a run cut short",
         lambda h: {"runs": [*h.runs, Run("dead", 4, BEGAN, 1, 0.0, "sha-dead")], "interruptions": {WORKER: 1}},
+    ),
+    (
+        "attempts again after a sleep",
+        lambda h: {"runs": [*h.runs, *runs(*["dead"] * 3, outcome="Hiccup")], "interruptions": {WORKER: 1, SLEPT: 1}},
     ),
     (
         "a window again after a kill",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -60,6 +61,38 @@ async def test_a_suspect_keeps_its_place_among_the_messages_of_its_key(app: Redr
         await app.parts.attempts.turn(start=[left_by_the_dead])
         await until(app, asyncio.create_task(app.work()), "g")
     assert done == [b"0", b"1", b"2", b"3", b"4", b"5"]
+
+
+@pytest.mark.parametrize(
+    "settings", [{"mode": "redeliver"}, {"route": "direct", "ordering": "key"}], ids=["plain", "key"]
+)
+async def test_what_waits_is_not_run_again_once_its_lane_is_lost(
+    app: Redrive, tmp_path: Path, settings: dict[str, str]
+) -> None:
+    """A worker that had slept past its lease went on retrying what another worker had long since dealt with."""
+    runs: list[bytes | None] = []
+
+    @app.consumer("orders", group="g", attempts=5, backoff=3.0, **settings)
+    async def handle(message: Message) -> None:
+        runs.append(message.body)
+        raise ConnectionError("down")
+
+    async with asyncio.timeout(SECONDS), app:
+        await app.parts.broker.publish([Copy("orders", b"k", b"%d" % number) for number in range(3)])
+        working = asyncio.create_task(app.work())
+        while not runs:
+            await asyncio.sleep(0.02)
+        with sqlite3.connect(tmp_path / "broker.db", isolation_level=None, timeout=SECONDS) as thief:
+            thief.execute(
+                "UPDATE lanes SET owner = 999, generation = generation + 1, lease_until = lease_until + 1000000"
+            )
+        seen = len(runs)
+        [worker] = app._workers
+        while worker.due() is not None:
+            await asyncio.sleep(0.02)
+        app.stop()
+        await working
+    assert len(runs) == seen
 
 
 async def test_a_side_job_that_fails_ends_the_process_instead_of_the_letters(

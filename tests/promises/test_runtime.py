@@ -438,7 +438,9 @@ async def test_what_is_too_large_for_the_dead_letter_source_goes_down_the_ladder
 async def test_a_source_of_nothing_but_poison_is_filed_in_the_end(app: Redrive) -> None:
     """The breaker opens, but what keeps it open is not excused for ever."""
 
-    @app.consumer("orders", group="billing", attempts=1, breaker={"failures": 3, "cooldown": 0.01})
+    @app.consumer(
+        "orders", group="billing", attempts=1, breaker={"failures": 3, "cooldown": 0.01, "longest_cooldown": 0.05}
+    )
     async def bill(message: Message) -> None:
         raise KeyError("a bug that no outage explains")
 

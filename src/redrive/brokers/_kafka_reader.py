@@ -174,11 +174,13 @@ class Reader:
         self._paused = wanted
 
     def _fetch(self) -> None:
-        """The first record at once, and with it all that has arrived by then."""
-        first = self._consumer.poll(POLL_SECONDS)
-        if first is None:
-            return
-        records = [first, *self._consumer.consume(FETCH - 1, 0)]
+        """All that has arrived; when that is nothing, wait for the next record."""
+        records = self._consumer.consume(FETCH, 0)
+        if not records:
+            first = self._consumer.poll(POLL_SECONDS)
+            if first is None:
+                return
+            records = [first, *self._consumer.consume(FETCH - 1, 0)]
         good = [record for record in records if record.error() is None]
         for record in records if len(good) < len(records) else ():
             if (error := record.error()) is not None:

@@ -5,7 +5,7 @@ WORKERS ?= 2
 COMPILE := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes \
 	--no-emit-index-url --no-emit-find-links --custom-compile-command 'make lock' $(if $(UPGRADE),--upgrade)
 
-.PHONY: help setup demo test chaos lint fmt lock clean
+.PHONY: help setup demo test chaos bench lint fmt lock clean
 .DEFAULT_GOAL := help
 
 help: ## say what can be made
@@ -25,6 +25,9 @@ test: lint ## check and test everything
 
 chaos: setup ## kill processes at every fault point, then in storms; SEEDS=n or SECONDS=s say how many
 	@$(BIN)/python -m chaos --jobs $(WORKERS) $(if $(SEEDS),--seeds $(SEEDS)) $(if $(SECONDS),--seconds $(SECONDS))
+
+bench: setup ## measure against peers in one run; ONLY=name picks a family or one row
+	@$(BIN)/python -m bench $(ONLY)
 
 lint: setup ## style, layers and types
 	@$(BIN)/ruff check --quiet

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 from msgspec import Struct
 
-from chaos.history import BEGAN, HANDLED, OFFICE, SLEPT, STORE, WORKER, Found, History, Published, Run, Sent
+from chaos.history import BEGAN, HANDLED, OFFICE, SLEPT, STORE, WORKER, Found, History, Published, Sent
 from redrive.letter import MOVES, Kind, Reason, State
 
 BIRTHS = (State.PENDING, State.HELD, State.QUARANTINED)
@@ -255,9 +255,3 @@ def explain(verdict: Verdict, most: int = 12) -> str:
     lines = [f"{anomaly.kind}: {anomaly.text}" for anomaly in verdict.anomalies]
     rest = [f"… and {len(lines) - most} more"] if len(lines) > most else []
     return "\n".join(lines[:most] + rest)
-
-
-def unfinished(runs: list[Run]) -> int:
-    """Runs that a kill cut short."""
-    ended = {(line.id, line.run, line.pid) for line in runs if line.outcome != BEGAN}
-    return sum(line.outcome == BEGAN and (line.id, line.run, line.pid) not in ended for line in runs)

@@ -56,8 +56,11 @@ async def _play(place: Place, window: int, faults: Sequence[Fault], replayers: i
         await asyncio.gather(*(app.desk().replay([one.id for one in letters], ANN) for _ in range(jobs)))
         system.start("collector", "collector")
         system.start("worker-1", "worker")
-        for number in range(replayers):
-            system.start(f"replayer-{number + 1}", "replayer", by_start(faults, OFFICE) if number == 0 else ())
+        system.start("replayer-1", "replayer", by_start(faults, OFFICE))
+        if replayers > 1 and faults:
+            await _until_reached(system)
+        for number in range(1, replayers):
+            system.start(f"replayer-{number + 1}", "replayer")
         left = await _drain(lab)
         unreached = tuple(system.unreached())
         await system.stop()
@@ -66,6 +69,13 @@ async def _play(place: Place, window: int, faults: Sequence[Fault], replayers: i
         judge(history), unreached, len(history.copies), sum(run.outcome == HANDLED for run in history.runs),
         history.interruptions.get(OFFICE, 0), time.monotonic() - began, history,
     )  # fmt: skip
+
+
+async def _until_reached(system: Supervisor) -> None:
+    """The first replayer must be in trouble before there is a second, which might do all the work instead."""
+    deadline = time.monotonic() + RUN_SECONDS
+    while system.unreached() and time.monotonic() < deadline:
+        await asyncio.sleep(LOOK_SECONDS)
 
 
 async def _drain(lab: Lab) -> dict[str, int]:

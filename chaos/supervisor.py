@@ -75,11 +75,6 @@ class Supervisor:
         self._launch(child)
         return child
 
-    def kill(self, child: Child) -> None:
-        """From outside, wherever it happens to be."""
-        if child.process is not None:
-            child.process.kill()
-
     def unreached(self) -> list[str]:
         """Faults of first starts whose point was not passed often enough, so that nothing is proven about them.
 

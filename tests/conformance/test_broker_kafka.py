@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 from broker_suite import BrokerSuite
+from confluent_kafka.admin import AdminClient
 
 from lab.server import Running
 from redrive.brokers._kafka_stream import KafkaStream
@@ -31,6 +32,14 @@ class TestKafka(BrokerSuite):
         await broker.open()
         yield broker
         await broker.close()
+        await self.forget_topics(broker.address)
+
+    async def forget_topics(self, address: str) -> None:
+        """Patterns would find what earlier tests left."""
+        admin = AdminClient({"bootstrap.servers": address})
+        left = [name for name in (await asyncio.to_thread(admin.list_topics, timeout=5)).topics if name[:4] == "redr"]
+        for deleted in admin.delete_topics(left).values() if left else ():
+            await asyncio.wrap_future(deleted)
 
     def now(self, broker: Broker) -> Millis:
         return time.time_ns() // 1_000_000
@@ -44,3 +53,10 @@ class TestKafka(BrokerSuite):
         await stream.flush()
         reader = stream._reader
         reader._step = reader._stopping.wait  # type: ignore[method-assign]
+
+
+@pytest.mark.xdist_group("kafka-next")
+class TestKafkaByTheConsumerProtocol(TestKafka):
+    """KIP-848: the server assigns the partitions."""
+
+    group_protocol = "consumer"

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, TypeVar
@@ -354,7 +354,7 @@ class Cluster:
 class _Job:
     """One batch on its way, and how each of its copies fared."""
 
-    def __init__(self, copies: Sequence[Copy], done: Callable[[list[PublishResult]], object]) -> None:
+    def __init__(self, copies: Sequence[Copy], done: Callable[[list[PublishResult]], None]) -> None:
         self.copies, self._done = copies, done
         self._results: list[PublishResult] = [Unknown("not reported")] * len(copies)
         self._left = len(copies)
@@ -403,7 +403,11 @@ class Outbox:
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[list[PublishResult]] = loop.create_future()
 
-        self._jobs.put(_Job(copies, lambda results: loop.call_soon_threadsafe(answer_with, answer, results)))
+        def done(results: list[PublishResult]) -> None:
+            with suppress(RuntimeError):  # the loop is closed: nobody waits for it any more
+                loop.call_soon_threadsafe(answer_with, answer, results)
+
+        self._jobs.put(_Job(copies, done))
         return await answer
 
     def _run(self) -> None:
@@ -434,6 +438,8 @@ class Outbox:
         if (size := _size(copy)) > LARGEST_REQUEST:
             return Refused(f"{size} bytes are more than one request may hold", too_large=True)
         headers: list[Any] | None = list(copy.headers) if copy.headers else None
+        if any("\0" in name for name, _ in copy.headers):
+            return Refused("this client cuts a header's name at its NUL")
         while True:
             try:
                 self._producer.produce(
@@ -444,7 +450,7 @@ class Outbox:
                 self._producer.poll(0.1)
             except KafkaException as problem:
                 return _result(problem.args[0])
-            except (UnicodeEncodeError, TypeError, ValueError) as problem:
+            except (TypeError, ValueError, OverflowError) as problem:
                 return Refused(f"{copy.destination!r}: {problem}")
             else:
                 return None

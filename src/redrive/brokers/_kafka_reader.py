@@ -123,17 +123,25 @@ class Reader:
     # In the thread.
 
     def _run(self) -> None:
+        while not self._stopping.is_set():
+            try:
+                self._read()
+            except Exception as problem:
+                log.exception("the reader of %s begins anew", self._topics)
+                self._post(self._stream.fail, BrokerUnavailable(self._broker, "reading", problem))
+                self._post(self._stream.lost, self._owned)
+                self._owned, self._paused = set(), set()
+                self._stopping.wait(COMMIT_SECONDS)
+
+    def _read(self) -> None:
+        self._consumer = Consumer(self._settings)
         try:
-            self._consumer = Consumer(self._settings)
             self._subscribe()
             while not self._stopping.is_set():
                 self._step()
             self._commit(wait=True)
-        except Exception as problem:
-            log.exception("the reader of %s ended", self._topics)
-            self._post(self._stream.fail, BrokerUnavailable(self._broker, "reading", problem))
         finally:
-            with suppress(KafkaException, RuntimeError, AttributeError):
+            with suppress(KafkaException, RuntimeError):
                 self._consumer.close()
 
     def _subscribe(self) -> None:

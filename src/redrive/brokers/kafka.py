@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Collection, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -155,7 +155,8 @@ class KafkaBroker:
             "enable.auto.commit": False, "enable.auto.offset.store": False, "auto.offset.reset": "earliest",
             "isolation.level": "read_committed", "max.poll.interval.ms": round(options.poll_seconds * 1000),
             "allow.auto.create.topics": False, "fetch.message.max.bytes": 1 << 20,
-            "queued.max.messages.kbytes": 1 << 15, **(classic if options.group_protocol == "classic" else {}),
+            "queued.max.messages.kbytes": 1 << 15, "fetch.queue.backoff.ms": 20,
+            **(classic if options.group_protocol == "classic" else {}),
         }  # fmt: skip
 
     def is_paused(self, group: str, lane: Lane) -> bool:
@@ -171,8 +172,8 @@ class KafkaBroker:
         message = delivery.message
         copy = Copy(due.source, message.key, message.body, message.headers, due.timestamp)
         try:
-            [result] = await self._unbroken(self._send([self._retry(copy, due.group, due.when, due.timestamp)]))
-        except (BrokerUnavailable, ConfigError):
+            [result] = await self._unbroken(self._send_ours([self._retry(copy, due.group, due.when, due.timestamp)]))
+        except BrokerUnavailable:
             return False
         return isinstance(result, Confirmed)
 
@@ -234,7 +235,7 @@ class KafkaBroker:
             for index, copy in moving.items() if copy.destination in compacted
         }  # fmt: skip
         sent = [index for index in moving if index not in answers]
-        results = await self._send([moving[index] for index in sent])
+        results = await self._send_ours([moving[index] for index in sent])
         if sent and all(isinstance(result, Unknown) for result in results):
             raise BrokerUnavailable(self.name, "settling", results[0].why if isinstance(results[0], Unknown) else "")
         for index, result in zip(sent, results, strict=True):
@@ -281,17 +282,24 @@ class KafkaBroker:
     # Publishing.
 
     async def _publish(self, copies: Sequence[Copy]) -> list[PublishResult]:
+        """To topics of others, too: whether a missing one is made is for the server to decide."""
         dated = [await self._dated(copy) for copy in copies]
-        own = [copy.destination for copy in dated if copy.destination.startswith(client.OWN_PREFIX)]
-        await self._make_missing(own)
-        results = await self._outbox_of("publish").send(dated)
-        self._after_sending(dated, results)
-        return results
+        return await self._send(dated, {c.destination for c in dated if c.destination.startswith(client.OWN_PREFIX)})
 
-    async def _send(self, copies: Sequence[Copy]) -> list[PublishResult]:
-        """To topics of our own making: dead letters and retries."""
-        await self._make_missing(copy.destination for copy in copies)
-        results = await self._outbox_of("settle").send(copies)
+    async def _send_ours(self, copies: Sequence[Copy]) -> list[PublishResult]:
+        """Dead letters and retries."""
+        return await self._send(copies, {copy.destination for copy in copies})
+
+    async def _send(self, copies: Sequence[Copy], ours: Collection[str]) -> list[PublishResult]:
+        """Topics of our own are made where they are missing; what cannot be made is refused, not raised."""
+        outbox, refused = self._outbox_of("publish"), ""
+        try:
+            await self._make_missing(ours)
+        except ConfigError as error:
+            refused = error.problem
+        possible = [not refused or copy.destination not in ours or copy.destination in self._topics for copy in copies]
+        sent = iter(await outbox.send([copy for copy, may in zip(copies, possible, strict=True) if may]))
+        results = [next(sent) if may else Refused(refused) for may in possible]
         self._after_sending(copies, results)
         return results
 
@@ -318,7 +326,7 @@ class KafkaBroker:
         return self._topics[max(sources, key=len)] if sources and ".retry." in name else None
 
     async def _dated(self, copy: Copy) -> Copy:
-        """A copy older than its topic's retention would be deleted before it is read: it is dated now."""
+        """A copy too old for its topic's retention could be deleted before it is read: then it is dated now."""
         if copy.timestamp is None or self.clock.now() - copy.timestamp < 3_600_000:
             return copy
         settings = await self._opened("publish").settings(copy.destination)

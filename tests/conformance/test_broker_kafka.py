@@ -37,7 +37,11 @@ class TestKafka(BrokerSuite):
     async def forget_topics(self, address: str) -> None:
         """Patterns would find what earlier tests left."""
         admin = AdminClient({"bootstrap.servers": address})
-        left = [name for name in (await asyncio.to_thread(admin.list_topics, timeout=5)).topics if name[:4] == "redr"]
+        left = [
+            name
+            for name in (await asyncio.to_thread(admin.list_topics, timeout=5)).topics
+            if name.startswith("redrawn.")
+        ]
         for deleted in admin.delete_topics(left).values() if left else ():
             await asyncio.wrap_future(deleted)
 
@@ -55,7 +59,6 @@ class TestKafka(BrokerSuite):
         reader._step = reader._stopping.wait  # type: ignore[method-assign]
 
 
-@pytest.mark.xdist_group("kafka-next")
 class TestKafkaByTheConsumerProtocol(TestKafka):
     """KIP-848: the server assigns the partitions."""
 

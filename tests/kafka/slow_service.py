@@ -11,7 +11,7 @@ ADDRESS, TOPIC = sys.argv[1], sys.argv[2]
 app = Redrive(f"kafka://{ADDRESS}", signing_keys=("00" * 32,), kafka={"session_seconds": 2.0})
 
 
-@app.consumer(TOPIC, group="g", concurrency=32)
+@app.consumer(TOPIC, group="cases", concurrency=32)
 async def handle(message: Message) -> None:
     if message.body == b"5":
         await asyncio.sleep(600)

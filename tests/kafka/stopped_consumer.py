@@ -14,7 +14,7 @@ ADDRESS, TOPIC = sys.argv[1], sys.argv[2]
 async def main() -> None:
     broker = KafkaBroker(ADDRESS, session_seconds=2.0, poll_seconds=2.0)
     await broker.open()
-    stream = await broker.subscribe(Subscription((TOPIC,), "g"))
+    stream = await broker.subscribe(Subscription((TOPIC,), "cases"))
     async for event in stream:
         if isinstance(event, Batch):
             print("taken", flush=True)

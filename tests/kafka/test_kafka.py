@@ -43,11 +43,13 @@ from redrive.letter import State
 from redrive.message import Copy
 from redrive.query import Filter
 
-pytestmark = pytest.mark.xdist_group("kafka")
+pytestmark = pytest.mark.xdist_group("kafka-cases")
 
 HERE = Path(__file__).parent
 PATIENCE = 40.0
 KEYS = ("00" * 32,)
+GROUP = "cases"
+"""The conformance suite has another: both may run at once on one server."""
 
 
 def now() -> int:
@@ -86,7 +88,7 @@ async def broker(address: str) -> AsyncIterator[KafkaBroker]:
 
 
 async def subscribed(broker: KafkaBroker, topic: str, **options: Any) -> Stream:
-    return await broker.subscribe(Subscription((topic,), "g", **options))
+    return await broker.subscribe(Subscription((topic,), GROUP, **options))
 
 
 async def take(stream: Stream, number: int) -> list[Delivery]:
@@ -158,7 +160,7 @@ async def test_a_kill_while_one_of_32_hangs_leaves_the_commit_at_that_one(addres
 
 
 async def reached(broker: KafkaBroker, topic: str, count: int) -> Any:
-    depth = await broker.depth(topic, "g")
+    depth = await broker.depth(topic, GROUP)
     return depth if depth.count <= count else None
 
 
@@ -178,7 +180,7 @@ async def test_a_frozen_process_that_wakes_up_late_has_lost_its_lease(address: s
     finally:
         frozen.kill()
         await frozen.wait()
-    assert (await broker.depth(topic, "g")).count == 1
+    assert (await broker.depth(topic, GROUP)).count == 1
     assert await broker.settle([Ack(heir)]) == [Settled()]
 
 
@@ -217,7 +219,7 @@ async def test_consumers_that_come_and_go_lose_nothing_and_commit_only_what_they
             await guest.aclose()
             await other
         async with asyncio.timeout(PATIENCE):
-            while len(seen) < 2000 or (await broker.depth(topic, "g")).count:
+            while len(seen) < 2000 or (await broker.depth(topic, GROUP)).count:
                 await asyncio.sleep(0.1)
         await first.aclose()
         await steady
@@ -295,18 +297,18 @@ async def test_a_retry_longer_than_any_topic_hops_until_it_is_due(address: str) 
         assert again.message.headers == copy.headers
         assert again.message.timestamp == first.message.timestamp
         assert await broker.settle([Ack(again)]) == [Settled()]
-        assert (await broker.depth(topic, "g")).count == 0
+        assert (await broker.depth(topic, GROUP)).count == 0
 
 
 async def test_bad_due_headers_delay_nothing_and_strangers_are_passed_over(broker: KafkaBroker) -> None:
     topic = topic_name()
-    retries = f"{topic}.g.retry.5s"
+    retries = f"{topic}.{GROUP}.retry.5s"
     await broker.ensure([SourceSpec(topic, 1), SourceSpec(retries, 1)])
     due = "redrive-due"
     fuzz: list[tuple[tuple[str, bytes | None], ...]] = [
         (), ((due, None),), ((due, b""),), ((due, b"\xff\x00"),), ((due, b"[]"),), ((due, b"9" * 5000),),
         ((due, b'["a",1,"b","c"]'),), ((due, b"[1e99,0,\"a\",\"b\"]"),), ((due, b"1"), (due, b"2")),
-        ((due, b'[0,0,"%s","g"]' % topic.encode()),), ((due, b'[-99,-1,"%s","g"]' % topic.encode()),),
+        ((due, b'[0,0,"%s","cases"]' % topic.encode()),), ((due, b'[-99,-1,"%s","cases"]' % topic.encode()),),
     ]  # fmt: skip
     await broker.publish([Copy(retries, b"k", b"%d" % i, headers) for i, headers in enumerate(fuzz)])
     await broker.publish([Copy(retries, b"k", b"stranger", ((due, b'[0,0,"%s","other"]' % topic.encode()),))])
@@ -314,7 +316,7 @@ async def test_bad_due_headers_delay_nothing_and_strangers_are_passed_over(broke
     assert sorted(bodies(deliveries)) == sorted(b"%d" % i for i in range(len(fuzz)))
     assert {d.message.source for d in deliveries} == {topic}
     await broker.settle([Ack(d) for d in deliveries])
-    assert (await broker.depth(topic, "g")).count == 0
+    assert (await broker.depth(topic, GROUP)).count == 0
 
 
 # Topics.

@@ -125,6 +125,9 @@ WHERE g.topic = ? AND g.partition = ? AND m.offset = ? AND m.ts = ?
 """
 _IN_FLIGHT = "lane = ? AND offset = ? AND deliveries = ? AND due IS NULL"
 _DONE = f"DELETE FROM pending WHERE {_IN_FLIGHT}"  # noqa: S608
+_ALL_DONE = """
+DELETE FROM pending WHERE lane = ? AND deliveries = ? AND due IS NULL AND offset IN (SELECT value FROM json_each(?))
+"""
 _DELAY = f"UPDATE pending SET due = ?, headers = ? WHERE {_IN_FLIGHT}"  # noqa: S608
 _GIVE_BACK = f"UPDATE pending SET due = ? WHERE {_IN_FLIGHT}"  # noqa: S608
 _ABANDON = f"UPDATE pending SET due = {AT_ONCE} WHERE lane = ? AND due IS NULL"  # noqa: S608
@@ -140,6 +143,10 @@ WHERE p.lane = ? AND p.due <= ? ORDER BY p.due, p.offset LIMIT ?
 """
 _NEW = """
 SELECT offset, 1, ts, key, body, headers FROM messages WHERE log = ? AND offset >= ? ORDER BY offset LIMIT ?
+"""
+_TAKE = """
+INSERT INTO pending (lane, offset, deliveries)
+SELECT ?, offset, 1 FROM messages WHERE log = ? AND offset BETWEEN ? AND ?
 """
 _START = """
 INSERT INTO lanes (grp, log, position)
@@ -219,6 +226,23 @@ def topic_logs(connection: sqlite3.Connection, name: str, partitions: int) -> li
     return [Log(*row) for row in rows]
 
 
+def settle_all(connection: sqlite3.Connection, leases: Iterable[Lease]) -> bool:
+    """Settle all of these as done; False, with nothing changed, when one of them is not in flight under its lease.
+
+    One statement for many messages: the lock on the interpreter changes hands at every step of a statement.
+    """
+    turns: dict[tuple[int, int], list[int]] = {}
+    for lease in leases:
+        turns.setdefault((lease.lane, lease.turn), []).append(lease.offset)
+    connection.execute("SAVEPOINT settling")
+    for (lane, turn), offsets in turns.items():
+        values = (lane, turn, msgspec.json.encode(offsets).decode())
+        if connection.execute(_ALL_DONE, values).rowcount != len(offsets):
+            connection.execute("ROLLBACK TO settling")
+            return False
+    return True
+
+
 def settle_one(cursor: sqlite3.Cursor, settlement: Settlement, now: Millis) -> bool:
     """True when the delivery was still in flight under its own lease, and is settled now."""
     lease: Lease = settlement.delivery.token
@@ -266,10 +290,10 @@ def _take_due(connection: sqlite3.Connection, lane: int, log: int, now: Millis, 
 
 def _take_new(connection: sqlite3.Connection, lane: int, log: int, position: int, room: _Room) -> list[Row]:
     rows = room.fill(connection.execute(_NEW, (log, position, room.messages)))
-    taken = [(lane, row.offset) for row in rows]
-    connection.executemany("INSERT INTO pending (lane, offset, deliveries) VALUES (?, ?, 1)", taken)
     if rows:
-        connection.execute("UPDATE lanes SET position = ? WHERE id = ?", (rows[-1].offset + 1, lane))
+        last = rows[-1].offset
+        connection.execute(_TAKE, (lane, log, position, last))
+        connection.execute("UPDATE lanes SET position = ? WHERE id = ?", (last + 1, lane))
     return rows
 
 

@@ -215,9 +215,11 @@ class Reader:
             self._owe_again(offsets)
 
     def _on_commit(self, error: KafkaError | None, offsets: list[TopicPartition]) -> None:
-        if error is not None and error.code() != KafkaError._NO_OFFSET:
-            log.warning("a commit was refused: %s", words(error))
-            self._owe_again(offsets)
+        if error is None or error.code() == KafkaError._NO_OFFSET:
+            return
+        level = logging.INFO if error.code() in _COMES_WITH_REBALANCE else logging.WARNING
+        log.log(level, "a commit was refused: %s", words(error))
+        self._owe_again(offsets)
 
     def _owe_again(self, offsets: list[TopicPartition]) -> None:
         with self._lock:
@@ -273,6 +275,8 @@ class Reader:
             self._stopping.set()
 
 
+_COMES_WITH_REBALANCE = {KafkaError.ILLEGAL_GENERATION, KafkaError.REBALANCE_IN_PROGRESS}
+"""Sent just before the group changed. What is still ours afterwards is committed again."""
 _WORTH_RAISING = {
     KafkaError._ALL_BROKERS_DOWN,
     KafkaError._AUTHENTICATION,

@@ -18,6 +18,7 @@ from msgspec import Struct
 from redrive.brokers import _embedded_sql as sql
 from redrive.brokers.base import (
     Abilities,
+    Ack,
     Assigned,
     Batch,
     Bury,
@@ -47,6 +48,7 @@ T = TypeVar("T")
 
 SLOWEST_POLL = 0.1
 TRIM_ROUNDS = 20
+_SETTLED = Settled()
 DIGITS = 18
 """No offset has more, and SQLite takes no larger number."""
 
@@ -217,13 +219,17 @@ class EmbeddedBroker:
         results: list[SettleResult] = []
         buried: list[Copy] = []
         cursor = connection.cursor()
+        acked = sql.settle_all(connection, [s.delivery.token for s in settlements if isinstance(s, Ack)])
         for settlement in settlements:
+            if acked and isinstance(settlement, Ack):
+                results.append(_SETTLED)
+                continue
             refused = self._refusal(settlement.copy) if isinstance(settlement, Bury | RetryAt) else None
             if refused is not None:
                 results.append(refused)
                 continue
             done = sql.settle_one(cursor, settlement, now)
-            results.append(Settled() if done else LeaseLost())
+            results.append(_SETTLED if done else LeaseLost())
             if done and isinstance(settlement, Bury):
                 buried.append(settlement.copy)
         self._append(connection, buried)
@@ -401,17 +407,19 @@ class EmbeddedStream:
         self._next_due, self._version = fetched.next_due, fetched.version
         if fetched.epoch != self._epoch:
             self.look.set()
-        deliveries = [self._delivery(lane, row) for lane, rows in fetched.rows for row in rows]
+        deliveries: list[Delivery] = []
+        for lane, rows in fetched.rows:
+            deliveries += self._deliveries(self._held[lane], rows)
         if deliveries:
             self._events.append(Batch(tuple(deliveries)))
 
-    def _delivery(self, lane: int, row: sql.Row) -> Delivery:
-        held = self._held[lane]
-        held.in_flight[row.offset] = row.turn
-        source, partition, headers = held.lane.source, held.lane.partition, sql.unpack(row.headers)
-        message = Message(self._broker.name, source, partition, str(row.offset), row.ts, row.key, row.body, headers)
-        lease = sql.Lease(self._member, lane, held.generation, row.offset, row.turn)
-        return Delivery(message, self._subscription.group, lease, row.turn)
+    def _deliveries(self, held: _Held, rows: Sequence[sql.Row]) -> Iterator[Delivery]:
+        where = (self._broker.name, held.lane.source, held.lane.partition)
+        for offset, turn, ts, key, body, headers in rows:
+            held.in_flight[offset] = turn
+            message = Message(*where, str(offset), ts, key, body, sql.unpack(headers))
+            lease = sql.Lease(self._member, held.id, held.generation, offset, turn)
+            yield Delivery(message, self._subscription.group, lease, turn)
 
     async def _idle(self) -> None:
         """Wait until this process changed something, a delay ran out, or another process committed."""

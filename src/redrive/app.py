@@ -226,8 +226,9 @@ class Redrive:
 
     async def _ensure(self) -> None:
         plain = [(c, s) for c in self.consumers for s in c.sources if not any(sign in s for sign in _GLOB)]
-        wanted = {s for _, s in plain} | {c.dead_letter_source(s) for c, s in plain if not c.direct}
-        await self.parts.broker.ensure([SourceSpec(name) for name in sorted(wanted)])
+        dead = {c.dead_letter_source(s) for c, s in plain if not c.direct}
+        names = sorted(dead | {s for _, s in plain})
+        await self.parts.broker.ensure([SourceSpec(name, letters=name in dead) for name in names])
 
     def _reporter(self) -> reports.Reporter:
         store = self.parts.store

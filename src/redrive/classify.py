@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import linecache
 import math
+import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
@@ -19,6 +20,7 @@ from redrive.redact import clip, scrub, scrub_and_clip
 MESSAGE_LIMIT = 2_000
 STACK_LIMIT = 6_000
 _FRAMES = 24
+_OURS = os.path.join(os.path.dirname(__file__), "runtime", "")
 _CAUSES = 16
 _LEAVES = 64
 _SHOWN_LEAVES = 5
@@ -188,10 +190,11 @@ def _link(error: BaseException, message: str) -> str:
 
 
 def _frames(trace: TracebackType | None) -> Iterator[str]:
-    """The innermost frames, where errors happen."""
+    """The innermost frames, where errors happen; our own slots, through which every error passes, say nothing."""
     nearest: deque[TracebackType] = deque(maxlen=_FRAMES)
     while trace is not None:
-        nearest.append(trace)
+        if not trace.tb_frame.f_code.co_filename.startswith(_OURS):
+            nearest.append(trace)
         trace = trace.tb_next
     for step in nearest:
         code = step.tb_frame.f_code

@@ -101,6 +101,8 @@ def bare(headers: Headers) -> Headers:
 
 def original(message: Message, ticket: Ticket | None) -> Message:
     """The message as it first arrived: its first coordinates, and none of our headers."""
+    if ticket is None and not message.headers:
+        return message
     if ticket is None:
         kept = bare(message.headers)
         return message if kept is message.headers else replace(message, headers=kept)

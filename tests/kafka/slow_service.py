@@ -7,11 +7,11 @@ import sys
 
 from redrive import Message, Redrive
 
-ADDRESS, TOPIC = sys.argv[1], sys.argv[2]
+ADDRESS, TOPIC, GROUP = sys.argv[1:4]
 app = Redrive(f"kafka://{ADDRESS}", signing_keys=("00" * 32,), kafka={"session_seconds": 2.0})
 
 
-@app.consumer(TOPIC, group="cases", concurrency=32)
+@app.consumer(TOPIC, group=GROUP, concurrency=32)
 async def handle(message: Message) -> None:
     if message.body == b"5":
         await asyncio.sleep(600)

@@ -8,13 +8,13 @@ import sys
 from redrive.brokers.base import Ack, Batch, Subscription
 from redrive.brokers.kafka import KafkaBroker
 
-ADDRESS, TOPIC = sys.argv[1], sys.argv[2]
+ADDRESS, TOPIC, GROUP = sys.argv[1:4]
 
 
 async def main() -> None:
     broker = KafkaBroker(ADDRESS, session_seconds=2.0, poll_seconds=2.0)
     await broker.open()
-    stream = await broker.subscribe(Subscription((TOPIC,), "cases"))
+    stream = await broker.subscribe(Subscription((TOPIC,), GROUP))
     async for event in stream:
         if isinstance(event, Batch):
             print("taken", flush=True)

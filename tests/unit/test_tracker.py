@@ -128,3 +128,18 @@ class NaiveModel(RuleBasedStateMachine):
 
 
 TestAgainstANaiveModel = NaiveModel.TestCase
+
+
+def test_it_knows_what_is_open_one_by_one_and_together():
+    tracker = Tracker()
+    tracker.deliver_many([3, 5, 9])
+    assert tracker.is_open(5, 0)
+    assert tracker.are_open([9, 3], 0)
+    assert not tracker.are_open([3, 3], 0)
+    assert not tracker.are_open([3, 4], 0)
+    tracker.settle(3, 0)
+    assert not tracker.is_open(3, 0)
+    assert not tracker.are_open([3, 5], 0)
+    tracker.revoke()
+    assert not tracker.is_open(5, 0)
+    assert not tracker.are_open([5], 0)

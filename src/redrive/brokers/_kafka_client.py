@@ -106,7 +106,8 @@ class Options(Struct, frozen=True, kw_only=True):
 
     def bucket(self, delay: Millis) -> int:
         """The shortest waiting time that covers this delay, else the longest there is."""
-        return next((seconds for seconds in self.retry_seconds if seconds * 1000 >= delay), self.retry_seconds[-1])
+        long_enough = [seconds for seconds in self.retry_seconds if seconds * 1000 >= delay]
+        return min(long_enough, default=max(self.retry_seconds))
 
 
 # Names.

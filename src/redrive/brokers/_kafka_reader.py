@@ -27,6 +27,8 @@ AHEAD = 8 * FETCH
 """So many messages may be read ahead of those who handle them, fewer when they are large."""
 PATIENCE_SECONDS = 1.0
 """A full buffer waits this long before its partitions are paused: a pause throws away what was prefetched."""
+LATE = 0.75
+"""Of a session: its last heartbeat was sent some time before we stopped."""
 
 Place = tuple[str, int]
 """A topic and its partition."""
@@ -45,6 +47,7 @@ class Listener(Protocol):
     def arrived(self, records: list[Any]) -> None: ...
     def assigned(self, places: Mapping[Place, int]) -> None: ...
     def lost(self, places: Collection[Place]) -> None: ...
+    def stood_still(self) -> Coroutine[Any, Any, None]: ...
     def give_back(self, places: Collection[Place]) -> Coroutine[Any, Any, dict[Place, Commit]]: ...
     def fail(self, trouble: BrokerUnavailable) -> None: ...
 
@@ -75,6 +78,11 @@ class Reader:
 
     # For the loop.
 
+    @property
+    def is_late(self) -> bool:
+        """Whether it has not polled for so long that the group may have given us up."""
+        return time.monotonic() - self.polled_at > LATE * self._options.session_seconds
+
     def start(self) -> None:
         self._thread.start()
 
@@ -99,13 +107,6 @@ class Reader:
 
         def order() -> None:
             self._topics = names
-            self._subscribe()
-
-        self._orders.put(order)
-
-    def rejoin(self) -> None:
-        def order() -> None:
-            self._consumer.unsubscribe()
             self._subscribe()
 
         self._orders.put(order)
@@ -153,6 +154,8 @@ class Reader:
             self._consumer.unsubscribe()
 
     def _step(self) -> None:
+        if self.is_late and self._owned:
+            self._start_over()
         self.polled_at = time.monotonic()
         with suppress(queue.Empty):
             while True:
@@ -166,6 +169,13 @@ class Reader:
         self._is_throttled = self._ahead() >= (self._limit / 2 if self._is_throttled else self._limit)
         self._adjust()
         self._fetch()
+
+    def _start_over(self) -> None:
+        """We stood still, and others may own what we remember: first the loop forgets it, then we join again."""
+        with suppress(RuntimeError, TimeoutError):
+            asyncio.run_coroutine_threadsafe(self._stream.stood_still(), self._loop).result(PATIENCE_SECONDS)
+        self._consumer.unsubscribe()
+        self._subscribe()
 
     def _ahead(self) -> float:
         return self._posted - self._stream.accepted + self._stream.backlog

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import heapq
 import logging
-import time
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping
 from itertools import count, groupby
@@ -201,14 +200,17 @@ class KafkaStream:
         self._wake.set()
 
     def holds_lease(self) -> bool:
-        return time.monotonic() - self._reader.polled_at <= self._broker.options.session_seconds
+        return not self._reader.is_late
 
     def check_lease(self) -> None:
         """A process that stood still beyond its session owns nothing any more, whatever it remembers."""
         if self._lanes and not self.holds_lease():
-            log.warning("%s stood still and gives up its partitions", self.subscription.group)
+            log.warning("a consumer of %s stood still and gives up its partitions", self.subscription.group)
             self._forget(list(self._lanes.values()))
-            self._reader.rejoin()
+
+    async def stood_still(self) -> None:
+        """The reader has found out first; it joins again once this is done."""
+        self.check_lease()
 
     async def flush(self) -> None:
         """Return once everything settled is committed."""

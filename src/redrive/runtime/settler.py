@@ -67,8 +67,9 @@ class Settler:
         self._metrics: dict[str, ConsumerMetrics] = {}
 
     def finish(self, done: Done) -> None:
+        if not self._done:
+            self._wake.set()
         self._done.append(done)
-        self._wake.set()
 
     @property
     def idle(self) -> bool:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from time import perf_counter
-from typing import Any
+from typing import Any, cast
 
 from redrive.clock import Millis
 from redrive.errors import HandlerCancelled, HandlerTimeout
@@ -34,6 +34,12 @@ class Slot:
         self.lost = False
         self.busy = False
         self.until: Millis = 0  # the end of a wait in place, while there is one
+
+    def ended(self) -> None:
+        """The handler is through: its limit is off."""
+        self.deadline = 0.0
+        if self.timed_out:
+            self.taken_back()
 
     def taken_back(self) -> None:
         """Undo the watchdog's cancellation, so that the slot lives on."""
@@ -88,21 +94,21 @@ class Slots:
     async def call(self, slot: Slot, message: Message) -> Answer:
         """Run the handler on one message; whatever happens comes back as an answer."""
         try:
-            return self._handler.answer(await self._invoke(slot, self._handler.arguments(message)))
-        except (asyncio.CancelledError, KeyboardInterrupt):
-            raise
+            return self._handler.answer(await self._begin(slot, self._handler.arguments(message)))
         except BaseException as error:  # noqa: BLE001 - whatever a handler raises is its answer
-            return Failed(error)
+            return Failed(self._cause(slot, error))
+        finally:
+            slot.ended()
 
     async def call_batch(self, slot: Slot, rows: list[tuple[Any, ...]]) -> list[Answer]:
         """Run a batch handler once; one answer for each row."""
         columns = tuple(list(column) for column in zip(*rows, strict=True))
         try:
-            return self._handler.answers(await self._invoke(slot, columns), len(rows))
-        except (asyncio.CancelledError, KeyboardInterrupt):
-            raise
+            return self._handler.answers(await self._begin(slot, columns), len(rows))
         except BaseException as error:  # noqa: BLE001 - whatever a handler raises is its answer
-            return [Failed(error)] * len(rows)
+            return [Failed(self._cause(slot, error))] * len(rows)
+        finally:
+            slot.ended()
 
     @property
     def running(self) -> list[Item]:
@@ -127,22 +133,26 @@ class Slots:
                 slot.busy, slot.running = False, ()
             await asyncio.sleep(0)  # a handler that never waits must not starve heartbeats
 
-    async def _invoke(self, slot: Slot, arguments: tuple[Any, ...]) -> Any:
-        slot.deadline = perf_counter() + self._timeout if self._timeout else 0.0
-        try:
-            if self._threads is None:
-                return await self._handler.call(*arguments)
-            return await self._in_thread(slot, self._threads, arguments)
-        except asyncio.CancelledError as error:
-            if slot.timed_out:
-                raise HandlerTimeout(self._handler.name, self._timeout or 0.0) from error
-            if slot.task is not None and slot.task.cancelling():
-                raise
-            raise HandlerCancelled(self._handler.name) from error
-        finally:
-            slot.deadline = 0.0
-            if slot.timed_out:
-                slot.taken_back()
+    def _begin(self, slot: Slot, arguments: tuple[Any, ...]) -> Awaitable[Any]:
+        """Start the watch and the handler. Not a coroutine: one less for every message."""
+        if self._timeout:
+            slot.deadline = perf_counter() + self._timeout
+        if self._threads is None:
+            return cast(Awaitable[Any], self._handler.call(*arguments))
+        return self._in_thread(slot, self._threads, arguments)
+
+    def _cause(self, slot: Slot, error: BaseException) -> BaseException:
+        """What a handler that ended like this has to answer for; raises what is meant for the slot itself."""
+        if isinstance(error, KeyboardInterrupt):
+            raise error
+        if not isinstance(error, asyncio.CancelledError):
+            return error
+        if not slot.timed_out and slot.task is not None and slot.task.cancelling():
+            raise error
+        name, limit = self._handler.name, self._timeout or 0.0
+        cause = HandlerTimeout(name, limit) if slot.timed_out else HandlerCancelled(name)
+        cause.__cause__ = error
+        return cause
 
     async def _in_thread(self, slot: Slot, threads: ThreadPoolExecutor, arguments: tuple[Any, ...]) -> Any:
         """A thread cannot be stopped: past its limit its slot is lost until it ends, and its true end counts."""

@@ -128,6 +128,8 @@ class Redrive:
         message_type: str | None = None,
         identity: str | None = None,
         masked: Sequence[str] | None = None,
+        labels: Sequence[str] | None = None,
+        attempts_key: str | None = None,
         max_replays: int | None = None,
         ordering: str | None = None,
         breaker: dict[str, Any] | None = None,
@@ -138,6 +140,7 @@ class Redrive:
             "attempts": attempts, "budget": budget, "mode": mode, "timeout": timeout, "concurrency": concurrency,
             "batch": batch, "on_exhausted": on_exhausted, "enabled": enabled, "route": route, "names": names,
             "dead_letter": dead_letter, "attributes": attributes, "message_type": message_type,
+            "labels": labels, "attempts_key": attempts_key,
             "identity": identity, "masked": masked, "max_replays": max_replays, "ordering": ordering,
             "breaker": breaker,
         }  # fmt: skip

@@ -77,6 +77,8 @@ class ConsumerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     message_type: Text | None = None
     identity: Text | None = None
     masked: tuple[Text, ...] | None = None
+    labels: tuple[Text, ...] | None = None
+    attempts_key: Text | None = None
     max_replays: Count | None = None
     ordering: Literal["key"] | None = None
     breaker: BreakerSettings | None = None

@@ -47,6 +47,8 @@ class Consumer(Struct, frozen=True, kw_only=True):
     message_type: Attribute | None = None
     identity: str | None = None
     masked: tuple[str, ...] = ()
+    labels: tuple[str, ...] = ()
+    attempts_key: str | None = None
     max_replays: int = 3
     ordered: bool = False
     breaker: BreakerPolicy = BreakerPolicy()
@@ -73,6 +75,15 @@ class Consumer(Struct, frozen=True, kw_only=True):
         if self.identity is not None:
             declared = attributes.extract(message, {"id": self.attributes[self.identity]}).get("id")
         return identity(message, self.group, declared)
+
+    def run_key(self, message: Message, ticket: Ticket) -> str:
+        """Names the count of this message's runs: `attempts_key` filled with attributes, where the message has them."""
+        if self.attempts_key is None:
+            return ticket.run_key
+        try:
+            return self.attempts_key.format_map(attributes.extract(message, self.attributes))
+        except KeyError:
+            return ticket.run_key
 
     def first_ticket(self, message: Message, started_at: Millis) -> Ticket:
         return Ticket(self.letter_id(message), self.group, message.coordinates, first_at=started_at)

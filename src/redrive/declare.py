@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +16,10 @@ from redrive.errors import ConfigError
 from redrive.handlers import Handler
 from redrive.retry import Backoff, Mode, Policy
 
-_PLAIN = ("mode", "timeout", "concurrency", "batch", "dead_letter", "names", "identity", "masked", "max_replays")
+_PLAIN = (
+    "mode", "timeout", "concurrency", "batch", "dead_letter", "names", "identity", "masked", "labels", "attempts_key",
+    "max_replays",
+)  # fmt: skip
 
 
 def declare(
@@ -116,7 +120,14 @@ def _policy(settings: ConsumerSettings, backoff: Backoff | None) -> Policy:
 
 
 def _check_attributes(consumer: Consumer) -> None:
-    wanted = {"identity": (consumer.identity,) if consumer.identity else (), "masked": consumer.masked}
+    for name in set(consumer.labels) & set(consumer.masked):
+        raise ConfigError(f"{name!r} is masked", key=f"{consumer.name}.labels", fix="metrics show labels to everybody")
+    wanted = {
+        "identity": (consumer.identity,) if consumer.identity else (),
+        "masked": consumer.masked,
+        "labels": consumer.labels,
+        "attempts_key": re.findall(r"\{(.*?)\}", consumer.attempts_key or ""),
+    }
     for key, names in wanted.items():
         for name in names:
             if name not in consumer.attributes:

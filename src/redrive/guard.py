@@ -84,14 +84,16 @@ class Guard:
         except Discard:
             guarded.handled = True
         except Exception as error:
-            runs = attempt or (await self._attempts.increment([ticket.run_key], self._clock.now()))[0]
+            runs = (
+                attempt or (await self._attempts.increment([consumer.run_key(message, ticket)], self._clock.now()))[0]
+            )
             verdict = self._judge(consumer, message, replace(ticket, runs=runs - 1), error)
             if isinstance(verdict, Again):
                 raise Retry(str(error), after=(verdict.when - self._clock.now()) / 1000) from error
             await self._file(consumer, verdict.letter)
             guarded.filed = verdict.letter.id
         if attempt is None:
-            await self._attempts.clear([ticket.run_key])
+            await self._attempts.clear([consumer.run_key(message, ticket)])
 
     def _judge(self, consumer: Consumer, message: Message, ticket: Ticket, error: BaseException) -> Again | Dead:
         failure = failure_of(error, consumer.rules)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import accumulate
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge
 from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.registry import Collector
 
+MOST_VALUES = 100
 _CONSUMER = ("source", "group", "handler")
 _BOUNDS = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
 
@@ -21,6 +22,12 @@ class Metrics:
         self.seconds = Durations("redrive_handler_seconds", "Time in the handler", registry)
         self.letters = Counter(
             "redrive_letters", "Letters filed", ("source", "group", "reason", "kind"), registry=registry
+        )
+        self.letters_by_attribute = Counter(
+            "redrive_letters_by_attribute",
+            "Letters filed, by an attribute the consumer names in `labels`",
+            ("source", "group", "attribute", "value"),
+            registry=registry,
         )
         self.filing_errors = Counter(
             "redrive_filing_errors", "Attempts to file that failed", ("place", "error_type"), registry=registry
@@ -89,6 +96,15 @@ class ConsumerMetrics:
         self.lease_lost = metrics.lease_lost.labels(source, group, handler)
         self.stuck = metrics.stuck.labels(source, group, handler)
         self._letters, self._source, self._group = metrics.letters, source, group
+        self._by_attribute = metrics.letters_by_attribute
+        self._values: dict[str, set[str]] = {}
 
-    def letter(self, reason: str, kind: str) -> None:
+    def letter(self, reason: str, kind: str, attributes: Mapping[str, str]) -> None:
+        """Count a letter, and again under each of these attributes; values beyond the first hundred share a label."""
         self._letters.labels(self._source, self._group, reason, kind).inc()
+        for name, value in attributes.items():
+            known = self._values.setdefault(name, set())
+            if len(known) < MOST_VALUES:
+                known.add(value)
+            label = value if value in known else "(other)"
+            self._by_attribute.labels(self._source, self._group, name, label).inc()

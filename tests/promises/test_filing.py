@@ -254,6 +254,8 @@ def test_what_cannot_work_is_refused_at_once(tmp_path: Path) -> None:
         {"name": "n", "group": "g", "mode": "sometimes"},
         {"name": "n", "group": "g", "identity": "order_id"},
         {"name": "n", "group": "g", "masked": ["user"]},
+        {"name": "n", "group": "g", "attributes": {"u": "key"}, "masked": ["u"], "labels": ["u"]},
+        {"name": "n", "group": "g", "attempts_key": "count:{user}"},
         {"name": "n", "group": "g", "dead_letter": "dlq.{cluster_id}"},
         {"name": "n", "group": "g", "attributes": {"a": "nowhere"}},
     ):
@@ -332,3 +334,33 @@ async def test_a_declared_identity_makes_one_letter_of_two_messages(tmp_path: Pa
         await until_drained(app, "orders.dlq", "redrive-collector")
         assert len(await letters(app)) == 2
         await asyncio.sleep(0)
+
+
+async def test_attributes_name_run_counts_and_metric_labels(tmp_path: Path) -> None:
+    app = make_app(tmp_path)
+    counts: list[list[int]] = []
+
+    @app.consumer(
+        "tickets",
+        group="workers",
+        attempts=3,
+        backoff=0.02,
+        mode="redeliver",
+        attributes={"ticket_id": "body:ticket_id", "task_type": "body:task_type"},
+        attempts_key="ticket:retry_count:{ticket_id}",
+        labels=["task_type"],
+    )
+    async def work(message: Message) -> None:
+        counts.append(await app.parts.attempts.counts(["ticket:retry_count:T1"], app.clock.now()))
+        raise ConnectionError("down")
+
+    async with running(app):
+        await app.publish("tickets", {"ticket_id": "T1", "task_type": "BUILD"})
+        [row] = await until_letters(app, 1)
+        await until_drained(app, "tickets", "workers")
+        assert await app.parts.attempts.counts(["ticket:retry_count:T1"], app.clock.now()) == [0]
+    assert counts == [[0], [1], [2]]
+    assert row.attempts == 3
+    name, labels = "redrive_letters_by_attribute_total", {"source": "tickets", "group": "workers"}
+    value = {**labels, "attribute": "task_type", "value": "BUILD"}
+    assert app.metrics.registry.get_sample_value(name, value) == 1

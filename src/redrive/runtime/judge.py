@@ -78,7 +78,7 @@ class Judge:
         if not past.first_at:
             past = replace(past, first_at=started)
         if consumer.mode is not Mode.DELAYED or consumer.ordered:
-            past = await self._counted(past)
+            past = await self._counted(message, past)
         verdict = judge(consumer, engine.environment, message, past, failure, self._clock.now(), engine.rng)
         if isinstance(verdict, Dead):
             return self._dead(delivery, message, verdict)
@@ -105,10 +105,10 @@ class Judge:
         text = f"{self._consumer.name} pauses: {failure.error_type}: {failure.message}"
         self._engine.office.tell(Notice("breaker_open", text))
 
-    async def _counted(self, ticket: Ticket) -> Ticket:
+    async def _counted(self, message: Message, ticket: Ticket) -> Ticket:
         """The ticket with the durable count of runs; what is only in memory would forget them in a crash."""
         try:
-            [runs] = await self._engine.attempts.increment([ticket.run_key], self._clock.now())
+            [runs] = await self._engine.attempts.increment([self._consumer.run_key(message, ticket)], self._clock.now())
         except AttemptsUnavailable as error:
             self._engine.office.tell(Notice("degraded", f"attempts are counted in memory only: {error}"))
             return ticket

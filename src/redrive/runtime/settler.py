@@ -251,13 +251,18 @@ class Settler:
                 reporter.count(source, consumer.group, consumer.handler.name, what, number)
         for done in settled:
             if done.letter is not None:
-                self.metrics(done.delivery.message.source).letter(done.letter.reason, done.letter.kind)
+                found = {name: done.letter.attributes.get(name, "") for name in consumer.labels}
+                self.metrics(done.delivery.message.source).letter(done.letter.reason, done.letter.kind, found)
 
     async def _forget_counts(self, settled: list[Done]) -> None:
         """Clear run counts after the settling that ends a message, never before it."""
         if self._consumer.mode is Mode.DELAYED and not self._consumer.ordered:
             return
-        keys = [done.ticket.run_key for done in settled if done.ticket is not None and done.again is None]
+        keys = [
+            self._consumer.run_key(done.delivery.message, done.ticket)
+            for done in settled
+            if done.ticket is not None and done.again is None
+        ]
         if not keys:
             return
         try:
